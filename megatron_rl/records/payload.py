@@ -1,0 +1,80 @@
+"""Rollouts of one group as one safetensors file: written by a worker, read slice by slice by the trainer's ranks."""
+
+import json
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from megatron_rl.records.rollout import Rollout, Sampling
+
+_ARRAYS = ("prompt_ids", "completion_ids", "logprobs", "keep_ids", "keep_offsets", "routed_experts", "policy_versions", "loss_mask")
+_DTYPES = dict(
+    prompt_ids=np.int32, completion_ids=np.int32, logprobs=np.float32, keep_ids=np.int32, keep_offsets=np.int64, policy_versions=np.int32,
+    loss_mask=np.bool_,
+)  # fmt: skip
+
+
+class PayloadError(OSError):
+    """A payload file that cannot be read: missing, half written, or not what its plan says."""
+
+
+def write_payload(path: Path, rollouts: Sequence[Rollout]) -> int:
+    """Write aside, sync, rename: a file under its final name is whole. Returns its bytes."""
+    tensors, scalars = {}, []
+    for i, r in enumerate(rollouts):
+        for name in _ARRAYS:
+            array = getattr(r, name)
+            tensors[f"{i}.{name}"] = np.ascontiguousarray(array, dtype=_DTYPES.get(name, array.dtype))
+        scalars.append(dict(uid=r.uid, sampling=asdict(r.sampling), finish_reason=r.finish_reason, reward=float(r.reward)))
+    data = save(tensors, metadata={"rollouts": json.dumps(scalars)})
+    write_atomically(path, data)
+    return len(data)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """The bytes under `path`, or what was there before: never a part. Private to the user."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with open(aside, "wb", opener=lambda p, flags: os.open(p, flags, 0o600)) as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(aside, path)
+
+
+class Payload:
+    """A payload file, opened for reading; `rollout(i)` reads one record and of its routes only the wanted MoE layers."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self._file = safe_open(path, framework="np")
+            self._scalars = json.loads(self._file.metadata()["rollouts"])
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, struct.error) as error:
+            raise PayloadError(f"{path}: not a whole payload file ({error}); its rollouts have to be sampled again") from error
+
+    def __len__(self) -> int:
+        return len(self._scalars)
+
+    def rollout(self, index: int, moe_layers: Sequence[int] | None = None) -> Rollout:
+        """Record number `index`. moe_layers: the MoE layers whose routes are wanted (their positions in the payload); None: all."""
+        if not 0 <= index < len(self):
+            raise PayloadError(f"{self.path}: record {index} was asked for, the file holds {len(self)}")
+        arrays = {name: self._file.get_tensor(f"{index}.{name}") for name in _ARRAYS if name != "routed_experts"}
+        scalars = dict(self._scalars[index])
+        scalars["sampling"] = Sampling(**scalars["sampling"])
+        return Rollout(**scalars, **arrays, routed_experts=self._routes(index, moe_layers))
+
+    def _routes(self, index: int, moe_layers: Sequence[int] | None) -> np.ndarray:
+        if moe_layers is None:
+            return self._file.get_tensor(f"{index}.routed_experts")
+        stored = self._file.get_slice(f"{index}.routed_experts")
+        if not len(moe_layers):
+            return np.zeros((stored.get_shape()[0], 0, stored.get_shape()[2]), dtype=np.uint8)
+        first, last = min(moe_layers), max(moe_layers)
+        return stored[:, first : last + 1][:, [n - first for n in moe_layers]]

@@ -1,0 +1,173 @@
+"""One sampled sequence with all that the trainer needs to score it as the sampler did."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.records.errors import ContractError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Temperature divides the logits, then the top_k largest are kept, then the smallest set whose mass reaches top_p."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    max_new_tokens: int = 64
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a sampled token comes with a keep-set."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A prompt of P tokens and C further tokens; L MoE layers, K experts a token. Example: uid 'g000012.3', the 4th sample of group 12.
+
+    Tokens that the policy did not sample (tool output in a multi-turn episode) stand among the C with `loss_mask` false,
+    log-prob 0, an empty keep-set, and the version that was current when they were read.
+    """
+
+    uid: str
+    prompt_ids: np.ndarray  # i32 [P]
+    completion_ids: np.ndarray  # i32 [C]
+    logprobs: np.ndarray  # f32 [C], of the truncated and tempered distribution, as the engine reports them
+    keep_ids: np.ndarray  # i32 [nnz], the ids that survived truncation, CSR over the C tokens
+    keep_offsets: np.ndarray  # i64 [C + 1]
+    routed_experts: np.ndarray  # u8 | u16 [P + C - 1, L, K]; row i routes token i; the last token's route is never used
+    policy_versions: np.ndarray  # i32 [C]
+    loss_mask: np.ndarray  # bool [C]
+    sampling: Sampling
+    finish_reason: str  # 'stop' | 'length'
+    reward: float
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def set_sizes(self) -> np.ndarray:
+        """i64 [C]; 0 where there is no set."""
+        return np.diff(self.keep_offsets)
+
+    @property
+    def singletons(self) -> np.ndarray:
+        """bool [C]: loss tokens whose keep-set has one element."""
+        return (self.set_sizes == 1) & self.loss_mask
+
+
+@dataclass(frozen=True)
+class ModelContract:
+    """What a rollout of this model must look like."""
+
+    vocab_size: int
+    num_moe_layers: int  # 0: a dense model, without routes
+    num_experts: int
+    experts_per_token: int
+
+
+def check_rollout(rollout: Rollout, contract: ModelContract) -> None:
+    """Raise ContractError at the first broken rule; vectorised, no per-token Python."""
+    _check_tokens(rollout, contract)
+    check_keep_sets(rollout, contract.vocab_size)
+    if contract.num_moe_layers:
+        _check_routes(rollout, contract)
+
+
+def _refuse(rollout: Rollout, token: int | None, value: object, rule: str) -> None:
+    raise ContractError(rollout=rollout.uid, token=token, value=value, rule=rule)
+
+
+def _first(mask: np.ndarray) -> int:
+    return int(np.flatnonzero(mask)[0])
+
+
+def _check_tokens(r: Rollout, contract: ModelContract) -> None:
+    num_completion = len(r.completion_ids)
+    if not len(r.prompt_ids) or not num_completion:
+        _refuse(r, None, f"{len(r.prompt_ids)} prompt and {num_completion} completion tokens", "both are at least one token long")
+    for name in ("logprobs", "policy_versions", "loss_mask"):
+        if getattr(r, name).shape != (num_completion,):
+            _refuse(r, None, f"{name} of shape {getattr(r, name).shape}", f"{name} has one entry for each of the {num_completion} completion tokens")
+    for name in ("prompt_ids", "completion_ids"):
+        ids = getattr(r, name)
+        bad = (ids < 0) | (ids >= contract.vocab_size)
+        if bad.any():
+            _refuse(r, _first(bad), f"{name} {ids[_first(bad)]}", f"token ids lie in 0..{contract.vocab_size - 1}")
+    bad = ~np.isfinite(r.logprobs) | (r.logprobs > 1e-4)  # the engine rounds: a log-prob of a sure token may be a few ulp above 0
+    if bad.any():
+        _refuse(r, _first(bad), f"log-prob {r.logprobs[_first(bad)]}", "log-probs are finite and at most 0")
+    if (r.policy_versions < 0).any() or (np.diff(r.policy_versions) < 0).any():
+        _refuse(r, None, f"policy versions {r.policy_versions.tolist()}", "versions are at least 0 and never fall within a sequence")
+    if not np.isfinite(r.reward):
+        _refuse(r, None, f"reward {r.reward}", "the reward is a finite number")
+
+
+def check_keep_sets(r: Rollout, vocab_size: int) -> None:
+    """The contract of the keep-sets alone: shape, range, no repetition, the sampled token inside, no torn pairs."""
+    sizes = r.set_sizes
+    num_completion = len(r.completion_ids)
+    offsets_fit = r.keep_offsets.shape == (num_completion + 1,) and r.keep_offsets[0] == 0 and r.keep_offsets[-1] == len(r.keep_ids)
+    if not offsets_fit or (sizes < 0).any():
+        _refuse(r, None, f"keep_offsets of shape {r.keep_offsets.shape} for {len(r.keep_ids)} ids", "offsets rise from 0 to the number of ids, one step a completion token")
+    wanted = r.loss_mask & r.sampling.truncates
+    torn = (sizes > 0) != wanted
+    if torn.any():
+        t = _first(torn)
+        found = f"a log-prob without a keep-set (log-prob {r.logprobs[t]})" if wanted[t] else f"a keep-set of {sizes[t]} ids where none belongs"
+        _refuse(r, t, found, "a token has a keep-set exactly when the policy sampled it from a truncated distribution")
+    owner = np.repeat(np.arange(num_completion), sizes)
+    bad = (r.keep_ids < 0) | (r.keep_ids >= vocab_size)
+    if bad.any():
+        i = _first(bad)
+        _refuse(r, int(owner[i]), f"keep id {r.keep_ids[i]}", f"kept ids lie in 0..{vocab_size - 1}, the vocabulary without its padding")
+    key = np.sort(owner.astype(np.int64) * vocab_size + r.keep_ids)
+    repeated = key[1:] == key[:-1]
+    if repeated.any():
+        i = _first(repeated)
+        _refuse(r, int(key[i] // vocab_size), f"keep id {key[i] % vocab_size} twice", "an id stands in a keep-set once")
+    holds = np.zeros(num_completion, dtype=bool)
+    holds[owner[r.keep_ids == r.completion_ids[owner]]] = True
+    bad = wanted & ~holds
+    if bad.any():
+        t = _first(bad)
+        kept = r.keep_ids[r.keep_offsets[t] : r.keep_offsets[t + 1]]
+        _refuse(r, t, f"token {r.completion_ids[t]} sampled from the set {kept[:8].tolist()}", "the sampled token is in its keep-set")
+
+
+def _check_routes(r: Rollout, contract: ModelContract) -> None:
+    routes = r.routed_experts
+    shape = (r.num_tokens - 1, contract.num_moe_layers, contract.experts_per_token)
+    if routes.shape != shape:
+        _refuse(r, None, f"routes of shape {routes.shape}", f"routes have shape [tokens - 1, MoE layers, experts per token] = {shape}")
+    if routes.dtype not in (np.uint8, np.uint16):
+        _refuse(r, None, f"routes of dtype {routes.dtype}", "routes are uint8 or uint16")
+    if routes.dtype == np.uint8 and contract.num_experts > 256:
+        _refuse(r, None, f"uint8 routes for {contract.num_experts} experts", "more than 256 experts need uint16")
+    bad = routes >= contract.num_experts
+    if bad.any():
+        t, layer, k = np.argwhere(bad)[0]
+        _refuse(r, int(t), f"expert {routes[t, layer, k]} in MoE layer {layer}", f"experts lie in 0..{contract.num_experts - 1}")
+    ordered = np.sort(routes, axis=-1)
+    repeated = ordered[..., 1:] == ordered[..., :-1]
+    if repeated.any():
+        t, layer, k = np.argwhere(repeated)[0]
+        _refuse(r, int(t), f"expert {ordered[t, layer, k]} twice in MoE layer {layer}", "a token goes to each of its experts once")
+
+
+def check_keep_mass(uid: str, keep_offsets: np.ndarray, keep_logprobs: np.ndarray, tolerance: float) -> None:
+    """Where the engine gave log-probs for the kept ids they sum to 1: a smaller mass means that the set was cut (ties beyond the limit).
+
+    keep_logprobs: f32 [nnz], CSR by keep_offsets [C + 1]; tokens without a set are passed over.
+    """
+    sizes = np.diff(keep_offsets)
+    mass = np.zeros(len(sizes), dtype=np.float64)
+    np.add.at(mass, np.repeat(np.arange(len(sizes)), sizes), np.exp(keep_logprobs.astype(np.float64)))
+    bad = (sizes > 0) & ~(np.abs(mass - 1.0) <= tolerance)  # a NaN is bad too
+    if bad.any():
+        t = _first(bad)
+        rule = f"the kept ids carry all of the mass (within {tolerance}); less: the set is incomplete, ask the engine for more log-probs"
+        raise ContractError(rollout=uid, token=t, value=f"a mass of {mass[t]:.6f} over {sizes[t]} ids", rule=rule)

@@ -1,0 +1,128 @@
+"""Rank arithmetic of a parallel layout: who owns which layer, expert and vocabulary range.
+
+The order of ranks is Megatron-Core's default, "tp-cp-ep-dp-pp": the tensor-parallel rank varies fastest, the pipeline
+stage slowest. Experts have their own decomposition of the same ranks of a stage: etp fastest, then ep, then their
+data-parallel rank. Pure functions of integers; nothing here knows torch.
+"""
+
+from dataclasses import dataclass
+
+
+class LayoutError(ValueError):
+    """A layout that does not divide: the message names the numbers, the rule and what to change."""
+
+
+@dataclass(frozen=True)
+class RankCoords:
+    """One rank's place. `dp` counts replicas of the dense parameters, `edp` those of the experts; `cp` splits the sequence."""
+
+    rank: int
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel dimensions. `world_size` ranks in all; the data-parallel size follows."""
+
+    world_size: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    vpp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "tp", "pp", "cp", "ep", "etp", "vpp"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"{name} = {getattr(self, name)}: every parallel size is at least 1")
+        model = self.tp * self.pp * self.cp
+        if self.world_size % model:
+            raise LayoutError(
+                f"world_size = {self.world_size} is not a multiple of tp x pp x cp = {self.tp} x {self.pp} x {self.cp} = {model}; "
+                f"use {-(-self.world_size // model) * model} ranks, or smaller sizes"
+            )
+        if self.ranks_per_stage % (self.etp * self.ep):
+            raise LayoutError(
+                f"{self.ranks_per_stage} ranks of a pipeline stage (tp x cp x dp) are not a multiple of etp x ep = {self.etp} x {self.ep}; "
+                "lower the expert parallelism or use more ranks"
+            )
+        if self.vpp > 1 and self.pp == 1:
+            raise LayoutError(f"vpp = {self.vpp}: interleaved stages need a pipeline, but pp = 1; set vpp = 1 or pp > 1")
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.world_size // self.pp
+
+    @property
+    def dp(self) -> int:
+        """Replicas of the dense parameters that see different data."""
+        return self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def edp(self) -> int:
+        """Replicas of each expert."""
+        return self.ranks_per_stage // (self.etp * self.ep)
+
+    def coords_of(self, rank: int) -> RankCoords:
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank {rank} is outside 0..{self.world_size - 1}")
+        within = rank % self.ranks_per_stage
+        return RankCoords(
+            rank=rank,
+            tp=rank % self.tp,
+            cp=rank // self.tp % self.cp,
+            dp=rank // (self.tp * self.cp) % self.dp,
+            pp=rank // self.ranks_per_stage,
+            etp=within % self.etp,
+            ep=within // self.etp % self.ep,
+            edp=within // (self.etp * self.ep),
+        )
+
+    def layers_of_chunk(self, num_layers: int, pp_rank: int, chunk: int = 0) -> range:
+        """Global numbers of the layers in one virtual chunk of a stage: chunk v of stage p follows chunk v of stage p - 1."""
+        per_chunk = num_layers // (self.pp * self.vpp)
+        start = (chunk * self.pp + pp_rank) * per_chunk
+        return range(start, start + per_chunk)
+
+    def layers_of_stage(self, num_layers: int, pp_rank: int) -> list[int]:
+        return [n for v in range(self.vpp) for n in self.layers_of_chunk(num_layers, pp_rank, v)]
+
+    def experts_of(self, num_experts: int, ep_rank: int) -> range:
+        per_rank = num_experts // self.ep
+        return range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """Rows of the embedding: the vocabulary filled up to a multiple of tp."""
+        return -(-vocab_size // self.tp) * self.tp
+
+    def vocab_range(self, vocab_size: int, tp_rank: int) -> range:
+        """Rows of the (padded) embedding on one tensor-parallel rank."""
+        rows = self.padded_vocab_size(vocab_size) // self.tp
+        return range(tp_rank * rows, (tp_rank + 1) * rows)
+
+    def check_model(self, *, num_layers: int, num_heads: int, num_query_groups: int, hidden_size: int, num_experts: int | None) -> None:
+        """Raise one LayoutError that lists every size of the model that this layout does not divide."""
+        wrong = []
+
+        def divides(what: str, value: int, by: str, size: int) -> None:
+            if value % size:
+                wrong.append(f"{what} = {value} is not a multiple of {by} = {size}")
+
+        divides("num_layers", num_layers, "pp x vpp", self.pp * self.vpp)
+        divides("num_attention_heads", num_heads, "tp", self.tp)
+        divides("hidden_size", hidden_size, "tp", self.tp)
+        if num_query_groups % self.tp and self.tp % num_query_groups:
+            wrong.append(f"num_key_value_heads = {num_query_groups} and tp = {self.tp}: one has to be a multiple of the other")
+        if num_experts is not None:
+            divides("num_experts", num_experts, "ep", self.ep)
+        elif self.ep > 1 or self.etp > 1:
+            wrong.append(f"ep = {self.ep}, etp = {self.etp}: the model has no experts; set both to 1")
+        if wrong:
+            raise LayoutError("the layout does not fit the model: " + "; ".join(wrong))
