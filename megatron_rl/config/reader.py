@@ -1,0 +1,103 @@
+"""TOML files and `--section.key value` overrides to a checked Config, and back to TOML."""
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from megatron_rl.config.tree import Config
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run: every fault at once, each with the value, the rule and, where one is near, the remedy."""
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read and check a TOML file.
+
+    overrides: command-line words, `--section.key value` or `--section.key=value`, values in TOML's notation (a bare word is a string).
+    Raises ConfigError that lists every fault.
+    """
+    try:
+        tree = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file, for example one of model_configs/") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for dotted, value in parse_overrides(overrides):
+        _set(tree, dotted, value)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{path}:\n" + "\n".join(f"  {_explain(fault)}" for fault in error.errors())) from error
+
+
+def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
+    """['--run.steps', '5', '--task.name=chain_sum'] to [('run.steps', 5), ('task.name', 'chain_sum')]."""
+    pairs, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or "." not in word.split("=")[0]:
+            raise ConfigError(f"unexpected argument '{word}': overrides are written --section.key value, for example --run.steps 5")
+        name, equals, text = word[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise ConfigError(f"--{name} has no value: overrides are written --section.key value")
+            text = rest.pop(0)
+        pairs.append((name.replace("-", "_"), _value(text)))
+    return pairs
+
+
+def to_toml(config: Config) -> str:
+    """The resolved configuration; reading it again gives an equal Config."""
+    return tomli_w.dumps(_without_none(config.model_dump(mode="json")))
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return None if text.lower() == "none" else text
+
+
+def _set(tree: dict, dotted: str, value: Any) -> None:
+    *sections, key = dotted.split(".")
+    for name in sections:
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--{dotted}: {name} is a value, not a section")
+    if value is None:
+        tree.pop(key, None)
+    else:
+        tree[key] = value
+
+
+def _without_none(tree: Any) -> Any:
+    return {k: _without_none(v) for k, v in tree.items() if v is not None} if isinstance(tree, dict) else tree
+
+
+def _explain(fault: Any) -> str:
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(fault["loc"][-1]), _fields_at(fault["loc"][:-1]), n=1)
+        return f"{where}: unknown key" + (f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(_fields_at(fault['loc'][:-1]))}")
+    if fault["type"] == "missing":
+        return f"{where}: has to be given"
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{where} = {fault['input']!r}: {message}" if where else message
+
+
+def _fields_at(location: Sequence[str | int]) -> list[str]:
+    """Names of the keys that the section at this place of the tree knows."""
+    model: type[BaseModel] = Config
+    for part in location:
+        annotation = model.model_fields[str(part)].annotation
+        candidates = [t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, BaseModel)]
+        if not candidates:
+            return []
+        model = candidates[0]
+    return list(model.model_fields)

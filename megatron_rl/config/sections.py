@@ -1,0 +1,208 @@
+"""The sections of a run's configuration: every field typed, described and with its one default."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Seconds = Annotated[float, Field(gt=0.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Run(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run's folder is FOLDER/NAME."""
+    folder: Path = Path("runs")
+    steps: Positive
+    """Training steps of the whole run; a resumed run ends at the same step."""
+    seed: NonNegative = 0
+    deterministic: bool = False
+    """Refuse every operation whose result could differ from run to run."""
+
+
+class Model(Section):
+    path: Path | None = None
+    """A Hugging Face folder: config.json, safetensors, tokenizer."""
+    architecture: dict[str, Any] | None = None
+    """Instead of a path: a Hugging Face config.json written out here; the model starts from random weights and a character tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameters and activations of the trainer, and of the rollout servers."""
+    max_sequence_length: Positive = 4096
+    """Prompt and completion together, in tokens."""
+
+
+class LayoutSection(Section):
+    """Parallel sizes of the trainer; the data-parallel size follows from them."""
+
+    world_size: Positive = 1
+    """Trainer ranks."""
+    tensor: Positive = 1
+    pipeline: Positive = 1
+    virtual_pipeline: Positive = 1
+    """Chunks of layers on each stage; above 1 the schedule is interleaved."""
+    context: Positive = 1
+    expert: Positive = 1
+    expert_tensor: Positive = 1
+    sequence_parallel: bool | None = None
+    """None: on exactly when tensor > 1."""
+
+
+class Trainer(Section):
+    max_tokens_per_microbatch: Positive = 16384
+    """Packed tokens of one microbatch; a single longer sequence is an error."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    updates_per_step: Positive = 1
+    """Optimizer steps that one batch is split into."""
+    threads_per_rank: Positive = 1
+    """CPU threads of each rank; fixed, since the number changes the order of sums."""
+    collective_timeout_s: Seconds = 600.0
+
+
+class Optimizer(Section):
+    name: Literal["adamw"] = "adamw"
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-6
+    min_learning_rate: Annotated[float, Field(ge=0.0)] = 0.0
+    warmup_steps: NonNegative = 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """From the end of the warm-up to the last step of the run."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    epsilon: Annotated[float, Field(gt=0.0)] = 1e-8
+    max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
+    """0: no clipping."""
+
+
+class Objective(Section):
+    name: Literal["grpo", "cispo", "gspo"] = "grpo"
+    """grpo: clipped surrogate on token ratios; cispo: clipped, detached ratio times log p; gspo: clipped surrogate on sequence ratios."""
+    advantage: Literal["group_mean", "group_mean_std"] = "group_mean"
+    """Reward minus the group's mean; divided by the group's standard deviation with _std."""
+    clip_low: Annotated[float, Field(ge=0.0)] = 0.2
+    clip_high: Annotated[float, Field(ge=0.0)] = 0.28
+    """Ratios r = p / p_old are clipped to [1 - clip_low, 1 + clip_high]."""
+    old_policy: Literal["recomputed", "rollout"] = "recomputed"
+    """recomputed: the trainer's own log-probs at the start of the step. rollout: the recorded ones (bypass); then r carries the whole correction."""
+    correction: Literal["none", "truncate", "mask_token", "mask_sequence"] = "truncate"
+    """What is done with w = p_old / p_rollout: min(w, high); tokens outside [low, high] left out; sequences whose geometric mean is outside left out."""
+    correction_low: Annotated[float, Field(ge=0.0)] = 0.5
+    correction_high: Annotated[float, Field(gt=0.0)] = 2.0
+    off_policy_sequence_delta: Annotated[float, Field(gt=0.0)] | None = None
+    """Leave out a sequence with a negative advantage whose mean(log p_rollout - log p) is above this. None: off."""
+    kl_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the KL to the policy that the run started from. 0: no reference model is kept."""
+    normalisation: Literal["token", "sequence"] = "token"
+    """The loss's denominator: the step's number of loss tokens, or of sequences (each sequence the mean of its tokens)."""
+    keep_set_replay: bool = True
+    """Renormalise the trainer's distribution over each token's recorded keep-set."""
+    routing_replay: bool = True
+    """Send each token to the experts that the rollout recorded."""
+
+
+class Task(Section):
+    name: str | None = None
+    """A reasoning-gym task, e.g. 'chain_sum'."""
+    arguments: dict[str, Any] = {}
+    """Passed to the reasoning-gym task."""
+    file: Path | None = None
+    """Instead of a name: JSON lines with 'prompt' and 'answer' (and 'solution' for a supervised start)."""
+    prompt_template: str = "{prompt}"
+    """The text given to the tokenizer; {prompt} stands for the task's question."""
+    chat_template: bool = False
+    """Wrap the prompt as a user message by the tokenizer's chat template."""
+    answer_template: str = "{answer}"
+    """The worked solution for supervised steps where the task itself brings none."""
+    reward: str | None = None
+    """module:function called as f(prompt: str, completion: str, item: dict) -> float; None: the task's own."""
+    size: Positive = 1_000_000
+    """Number of different prompts drawn from a reasoning-gym task before it repeats."""
+
+
+class Supervised(Section):
+    """Supervised steps on worked solutions before the first rollout; their result is kept in the run's folder."""
+
+    steps: NonNegative = 0
+    """0: start from the model as it is."""
+    batch_size: Positive = 64
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
+    warmup_steps: NonNegative = 10
+
+
+class Rollouts(Section):
+    prompts_per_step: Positive = 32
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    max_staleness: NonNegative = 2
+    """The most policy versions between the sampling of a token and the step that consumes it."""
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
+    top_k: NonNegative = 0
+    """0: no limit."""
+    max_new_tokens: Positive = 1024
+    stop_at_newline: bool = False
+    """End a completion at the first newline (beside the end-of-sequence token)."""
+    max_turns: Positive = 1
+    """Above 1: the task's environment may answer, and the policy goes on; its tokens carry no loss."""
+    max_attempts: Positive = 3
+    """How often a prompt is drawn before it is dropped, when its rollouts break their contract or cannot be scored."""
+    keep_set_source: Literal["auto", "native", "processed_logprobs"] = "auto"
+    """auto: native on a GPU (vLLM's sampling mask), processed_logprobs on a CPU."""
+    max_keep_set: Positive = 64
+    """Widest set that processed_logprobs can carry; a wider one is refused as incomplete."""
+    concurrent_groups: NonNegative = 0
+    """Groups in flight; 0: as many as the staleness bound allows."""
+
+
+class Servers(Section):
+    count: Positive = 1
+    host: str = "127.0.0.1"
+    first_port: NonNegative = 0
+    """Servers listen on first_port, first_port + 1, ...; 0: free ports."""
+    tensor: Positive = 1
+    max_num_seqs: Positive = 64
+    kv_cache_gib: Positive = 1
+    """CPU servers."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.85
+    threads: Positive = 1
+    """CPU threads of one server."""
+    start_timeout_s: Seconds = 600.0
+    request_timeout_s: Seconds = 600.0
+    max_restarts: NonNegative = 3
+    """Of one server, before the run gives up on it."""
+    extra_arguments: list[str] = []
+    """Passed on to vLLM's server as they are."""
+
+
+class WeightSync(Section):
+    transport: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto: nccl on a GPU, gloo on a CPU."""
+    bucket_mib: Positive = 64
+    timeout_s: Seconds = 300.0
+    probe_prompts: Positive = 4
+    """After each sync, so many prompts are sampled as in training and scored by the trainer at equal weights."""
+    probe_every: Positive = 1
+    """Steps between probes."""
+    probe_tolerance: Annotated[float, Field(gt=0.0)] | None = None
+    """Largest mean |log p_trainer - log p_rollout| of a probe; above it the server leaves the fleet. None: 1e-4 in float32, 0.1 in bfloat16."""
+
+
+class Checkpoint(Section):
+    every: Positive = 20
+    """Steps between checkpoints; one is also written at the end and on Ctrl-C."""
+    keep: Positive = 2
+    export: bool = True
+    """Write a Hugging Face folder at the end."""
+
+
+class Metrics(Section):
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    examples_per_step: NonNegative = 2
+    """Readable rollouts kept in the run's folder for each step."""
+    entropy_full_tokens: NonNegative = 128
+    """Tokens of a step on which the entropy over the whole vocabulary is measured."""

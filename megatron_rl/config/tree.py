@@ -1,0 +1,143 @@
+"""The whole configuration of a run, and the rules that hold between its sections."""
+
+from pydantic import Field, model_validator
+
+from megatron_rl.config.sections import (
+    Checkpoint, LayoutSection, Metrics, Model, Objective, Optimizer, Rollouts, Run, Section, Servers, Supervised, Task, Trainer, WeightSync,
+)  # fmt: skip
+from megatron_rl.records import Sampling
+from megatron_rl.topology import Layout
+
+
+class Config(Section):
+    run: Run
+    model: Model
+    task: Task
+    rollouts: Rollouts = Rollouts()
+    servers: Servers = Servers()
+    layout: LayoutSection = LayoutSection()
+    trainer: Trainer = Trainer()
+    optimizer: Optimizer = Optimizer()
+    objective: Objective = Objective()
+    supervised: Supervised = Supervised()
+    weight_sync: WeightSync = Field(default_factory=WeightSync)
+    checkpoint: Checkpoint = Checkpoint()
+    metrics: Metrics = Metrics()
+
+    @property
+    def parallel(self) -> Layout:
+        section = self.layout
+        return Layout(
+            world_size=section.world_size, tp=section.tensor, pp=section.pipeline, cp=section.context, ep=section.expert,
+            etp=section.expert_tensor, vpp=section.virtual_pipeline,
+        )  # fmt: skip
+
+    @property
+    def sequence_parallel(self) -> bool:
+        asked = self.layout.sequence_parallel
+        return self.layout.tensor > 1 if asked is None else asked
+
+    @property
+    def sampling(self) -> Sampling:
+        r = self.rollouts
+        return Sampling(temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, max_new_tokens=r.max_new_tokens)
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.rollouts.prompts_per_step * self.rollouts.samples_per_prompt
+
+    @property
+    def probe_tolerance(self) -> float:
+        asked = self.weight_sync.probe_tolerance
+        return asked if asked is not None else (1e-4 if self.model.dtype == "float32" else 0.1)
+
+    @model_validator(mode="after")
+    def _rules(self) -> "Config":
+        broken = [message for rule in _RULES if (message := rule(self))]
+        if broken:
+            raise ValueError("; ".join(broken))
+        return self
+
+
+def _one_model(c: Config) -> str | None:
+    if (c.model.path is None) == (c.model.architecture is None):
+        return "model: give either path or architecture"
+    return None
+
+
+def _one_task(c: Config) -> str | None:
+    if (c.task.name is None) == (c.task.file is None):
+        return "task: give either name (a reasoning-gym task) or file (JSON lines)"
+    return None
+
+
+def _layout_divides(c: Config) -> str | None:
+    try:
+        layout = c.parallel
+    except ValueError as error:
+        return f"layout: {error}"
+    if c.layout.sequence_parallel and c.layout.tensor == 1:
+        return "layout.sequence_parallel = true needs layout.tensor > 1"
+    if c.layout.tensor > 1 and layout.ep > 1 and not c.sequence_parallel:
+        return "layout.sequence_parallel = false: Megatron-Core needs it for experts with layout.tensor > 1"
+    return None
+
+
+def _completion_fits(c: Config) -> str | None:
+    if c.rollouts.max_new_tokens >= c.model.max_sequence_length:
+        return (
+            f"rollouts.max_new_tokens = {c.rollouts.max_new_tokens} leaves no room for a prompt in "
+            f"model.max_sequence_length = {c.model.max_sequence_length}"
+        )
+    return None
+
+
+def _sequence_fits_microbatch(c: Config) -> str | None:
+    if c.model.max_sequence_length > c.trainer.max_tokens_per_microbatch:
+        return (
+            f"model.max_sequence_length = {c.model.max_sequence_length} is above trainer.max_tokens_per_microbatch = "
+            f"{c.trainer.max_tokens_per_microbatch}: a sequence is never split over microbatches"
+        )
+    return None
+
+
+def _top_k_fits_keep_set(c: Config) -> str | None:
+    if c.rollouts.keep_set_source == "processed_logprobs" and c.rollouts.top_k > c.rollouts.max_keep_set:
+        return f"rollouts.top_k = {c.rollouts.top_k} is above rollouts.max_keep_set = {c.rollouts.max_keep_set}: sets could not be complete"
+    return None
+
+
+def _correction_counts_once(c: Config) -> str | None:
+    if c.objective.old_policy == "rollout" and c.objective.correction != "none":
+        return (
+            "objective.old_policy = 'rollout' makes r = p / p_rollout carry the whole correction; with "
+            f"objective.correction = '{c.objective.correction}' it would be counted twice: set it to 'none'"
+        )
+    return None
+
+
+def _correction_range(c: Config) -> str | None:
+    if c.objective.correction_low >= c.objective.correction_high:
+        return f"objective.correction_low = {c.objective.correction_low} has to be below correction_high = {c.objective.correction_high}"
+    return None
+
+
+def _split_divides(c: Config) -> str | None:
+    if c.rollouts.prompts_per_step % c.trainer.updates_per_step:
+        return (
+            f"rollouts.prompts_per_step = {c.rollouts.prompts_per_step} is not a multiple of "
+            f"trainer.updates_per_step = {c.trainer.updates_per_step}"
+        )
+    return None
+
+
+def _learning_rates(c: Config) -> str | None:
+    if c.optimizer.min_learning_rate > c.optimizer.learning_rate:
+        return "optimizer.min_learning_rate is above optimizer.learning_rate"
+    return None
+
+
+_RULES = (
+    _one_model, _one_task, _layout_divides, _completion_fits, _sequence_fits_microbatch, _top_k_fits_keep_set, _correction_counts_once,
+    _correction_range, _split_divides, _learning_rates,
+)  # fmt: skip
