@@ -1,0 +1,38 @@
+"""What one pipeline microbatch holds, as numpy arrays; made by packing, consumed by the engine."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """S sequences packed one after the other into N positions; position i predicts token i + 1 of its own sequence.
+
+    The last segment may be padding (`num_padding` positions of token 0, which attend to one another and carry no loss), so that N
+    is a multiple of what the layout asks for. All microbatches of a data-parallel rank are known to each of its ranks.
+    Arrays over positions describe the PREDICTED token: a position whose target is no loss token (prompt, tool output, a
+    sequence's last position, padding) has loss_mask false, an empty keep-set, and zeros.
+    """
+
+    tokens: np.ndarray  # i64 [N]
+    positions: np.ndarray  # i64 [N], from 0 in each sequence
+    segment_ends: np.ndarray  # i32 [S + 1], from 0 to N: Megatron's cu_seqlens, padding included as its own segment
+    targets: np.ndarray  # i64 [N]; 0 where there is no loss
+    loss_mask: np.ndarray  # bool [N]
+    keep_ids: np.ndarray  # i32 [nnz], CSR over positions
+    keep_offsets: np.ndarray  # i64 [N + 1]
+    full_rows: np.ndarray  # bool [N]: loss tokens without a set, normalised over the whole vocabulary
+    temperature: np.ndarray  # f32 [N]; 1 where there is no loss
+    rollout_logprobs: np.ndarray  # f32 [N]
+    advantages: np.ndarray  # f32 [N]
+    staleness: np.ndarray  # i32 [N], versions between the sampling of the target and the plan
+    sequence: np.ndarray  # i32 [N], which of the plan's entries; -1 for padding
+    completion_index: np.ndarray  # i32 [N], place of the target among its rollout's completion tokens; -1 where there is no loss
+    routed_experts: np.ndarray | None  # u8 | u16 [N, L', K] of the L' MoE layers asked for; None: no replay
+    route_mask: np.ndarray | None  # bool [N]: rows with recorded routes; others (a sequence's last position, padding) route freely
+    num_padding: int
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.tokens)
