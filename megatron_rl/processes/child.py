@@ -1,0 +1,118 @@
+"""One child process: started in a session of its own, watched, stopped with all that it started."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to start: argv, what it adds to the environment, where its output goes."""
+
+    name: str
+    argv: Sequence[str]
+    log_file: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class ProcessError(RuntimeError):
+    """A child that could not be started, or ended when it should not have: with its name and the end of its log."""
+
+
+class Child:
+    """A running process. It has its own session, so that Ctrl-C on the terminal reaches only the parent, which then stops its
+    children in order; and it is sent SIGTERM by the kernel when the parent dies, so that none is left behind by a kill -9.
+    """
+
+    def __init__(self, command: Command):
+        self.command = command
+        command.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with open(command.log_file, "ab", opener=lambda p, flags: os.open(p, flags, 0o600)) as log:
+            try:
+                self._process = subprocess.Popen(
+                    command.argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **command.env},
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent(os.getpid()),
+                )
+            except OSError as error:
+                raise ProcessError(f"{command.name}: could not be started ({error}); its command was {' '.join(command.argv)}") from error
+
+    @property
+    def name(self) -> str:
+        return self.command.name
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """None while it runs, else its exit status."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit status, or None when it still runs after timeout_s."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self._process.returncode
+
+    def terminate(self) -> None:
+        """Ask the process (not its children: they are its own business) to end."""
+        if self.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End whatever is left of its session, also children that outlived it."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def failure(self) -> str:
+        """Why it ended, for a person: name, status, the last lines of its log."""
+        status = self.poll()
+        how = f"was ended by signal {-status} ({signal.Signals(-status).name})" if status is not None and status < 0 else f"ended with status {status}"
+        return f"{self.name} {how}; the end of {self.command.log_file}:\n{log_tail(self.command.log_file)}"
+
+
+def stop_all(children: Sequence[Child], grace_s: float) -> None:
+    """Ask all to end, wait at most grace_s for them together, then kill what is left. Returns when none runs."""
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + grace_s
+    for child in children:
+        child.wait(max(0.0, deadline - time.monotonic()))
+    for child in children:
+        child.kill()
+
+
+def log_tail(path: Path, num_lines: int = 15) -> str:
+    """The last lines of a log, read from its end."""
+    try:
+        with open(path, "rb") as f:
+            f.seek(0, os.SEEK_END)
+            f.seek(max(0, f.tell() - 200 * num_lines))
+            lines = f.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"  (no log: {error})"
+    return "\n".join(f"  {line}" for line in lines[-num_lines:])
+
+
+def _die_with_parent(parent: int):
+    def between_fork_and_exec() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # the parent died before prctl
+            os._exit(1)
+
+    return between_fork_and_exec

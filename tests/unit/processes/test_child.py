@@ -1,0 +1,94 @@
+"""Children are stopped with all that they started, and die with their parent."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_rl.processes import Child, Command, PortError, ProcessError, check_port, free_ports, stop_all
+
+SPAWN_AND_SLEEP = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rsplit(")")[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def eventually(condition, timeout_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def python(name, code, tmp_path, **env) -> Child:
+    return Child(Command(name, [sys.executable, "-c", code], tmp_path / f"{name}.log", env))
+
+
+def test_grandchildren_end_with_the_child(tmp_path):
+    child = python("parent", SPAWN_AND_SLEEP, tmp_path)
+    log = tmp_path / "parent.log"
+    assert eventually(lambda: log.read_text().strip().isdigit())
+    grandchild = int(log.read_text())
+    assert alive(grandchild)
+    stop_all([child], grace_s=5)
+    assert child.poll() == -signal.SIGTERM
+    assert eventually(lambda: not alive(grandchild))
+
+
+def test_a_deaf_child_is_killed_after_the_grace(tmp_path):
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    child = python("deaf", deaf, tmp_path)
+    assert eventually(lambda: "deaf" in (tmp_path / "deaf.log").read_text())
+    stop_all([child], grace_s=0.2)
+    assert child.poll() == -signal.SIGKILL
+
+
+def test_children_die_when_the_parent_is_killed(tmp_path):
+    code = (
+        "import pathlib, sys, time\nfrom megatron_rl.processes import Child, Command\n"
+        f"c = Child(Command('c', ['sleep', '60'], pathlib.Path({str(tmp_path)!r}) / 'c.log'))\nprint(c.pid, flush=True)\ntime.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    assert alive(pid)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    assert eventually(lambda: not alive(pid))
+
+
+def test_failure_names_the_child_and_shows_its_log(tmp_path):
+    child = python("worker", "print('the reason'); raise SystemExit(3)", tmp_path)
+    assert child.wait(10) == 3
+    assert "worker ended with status 3" in child.failure() and "the reason" in child.failure()
+
+
+def test_environment_is_added_to_the_parents(tmp_path):
+    child = python("env", "import os; raise SystemExit(int(os.environ['WANTED']) if 'PATH' in os.environ else 1)", tmp_path, WANTED="7")
+    assert child.wait(10) == 7
+
+
+def test_an_unknown_program_is_named(tmp_path):
+    with pytest.raises(ProcessError, match="ghost: could not be started.*no-such-program"):
+        Child(Command("ghost", ["no-such-program"], tmp_path / "log"))
+
+
+def test_ports():
+    ports = free_ports(5)
+    assert len(set(ports)) == 5
+    check_port("127.0.0.1", ports[0], "a server")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", ports[0]))
+        s.listen()
+        with pytest.raises(PortError, match=f"servers.first_port: 127.0.0.1:{ports[0]}"):
+            check_port("127.0.0.1", ports[0], "servers.first_port")
