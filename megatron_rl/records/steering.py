@@ -58,6 +58,7 @@ class PlanEntry:
     """One rollout of a step with its advantage."""
 
     uid: str
+    prompt_index: int
     file: str
     index: int
     num_tokens: int

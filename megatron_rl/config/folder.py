@@ -1,0 +1,85 @@
+"""The folder of a run: where each thing lies."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config.reader import ConfigError, load_config, to_toml
+from megatron_rl.config.tree import Config
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """RUN/: config.toml, model/, spool/, checkpoints/, logs/, metrics.jsonl, tensorboard/, rollouts/, summary.json, export/."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def model(self) -> Path:
+        """What the servers load: config.json, tokenizer, and weights unless the model starts from random ones."""
+        return self.path / "model"
+
+    @property
+    def supervised(self) -> Path:
+        """The trainer's state after the supervised start."""
+        return self.path / "supervised"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def export(self) -> Path:
+        """The Hugging Face folder written at the end."""
+        return self.path / "export"
+
+    def config(self) -> Config:
+        """The resolved configuration that the run was started with."""
+        return load_config(self.config_file)
+
+    def create(self, config: Config) -> None:
+        """Make the folder, private to the user, and write the resolved configuration."""
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.logs.mkdir(exist_ok=True)
+        self.checkpoints.mkdir(exist_ok=True)
+        self.config_file.write_text(to_toml(config))
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:06d}"
+
+    def whole_checkpoints(self) -> list[tuple[int, Path]]:
+        """Steps and folders of the finished checkpoints, oldest first. A half-written one carries another name."""
+        found = [(int(p.name.removeprefix("step_")), p) for p in self.checkpoints.glob("step_*") if p.name.removeprefix("step_").isdigit()]
+        return sorted(found)
+
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        whole = self.whole_checkpoints()
+        return whole[-1] if whole else None
+
+
+def run_folder(config: Config) -> RunFolder:
+    return RunFolder(config.run.folder / config.run.name)
+
+
+def check_startable(folder: RunFolder, resume: bool) -> None:
+    """Raise ConfigError when a new run would overwrite an old one, or when there is nothing to resume."""
+    exists = folder.config_file.exists()
+    if exists and not resume:
+        raise ConfigError(f"{folder.path} holds a run already: --resume goes on with it, --run.name OTHER starts another")
+    if resume and not exists:
+        raise ConfigError(f"{folder.path} holds no run to resume: start it without --resume, or name its folder with --run.folder and --run.name")
