@@ -1,0 +1,42 @@
+"""How each Megatron parameter maps to logical (Hugging Face) matrices: declared once per model family.
+
+    table = ParameterTable(hf_config, padded_vocab_size=layout.padded_vocab_size(hf_config["vocab_size"]))
+    placement = Placement(table, layout)
+    for (chunk, name), held in placement.held_by(rank).items():    # what a rank holds, under Megatron's local names
+        shard = held.shard_from_hf(hf_tensors)
+    full = parameter.unshard(shards)                               # shards of placement.owners(parameter), in that order
+    for hf_name, tensor in parameter.to_hf(full): ...
+
+Conversion, weight sync, Muon and NVFP4 read this table; none of them has a list of names of its own.
+"""
+
+from megatron_rl.layouts.architecture import GroupedQueryAttention, MixtureOfExperts, ModelArchitecture, Rope
+from megatron_rl.layouts.errors import TensorMismatchError, UnknownFamilyError, UnsupportedArchitectureError
+from megatron_rl.layouts.family import Family
+from megatron_rl.layouts.parameter import HfTensor, Parameter, Region, Role
+from megatron_rl.layouts.placement import HeldParameter, Placement
+from megatron_rl.layouts.spelling import LOCAL, TRANSFORMER_ENGINE, Spelling
+from megatron_rl.layouts.table import FAMILIES, ParameterTable, family_of
+
+__all__ = [
+    "FAMILIES",
+    "LOCAL",
+    "TRANSFORMER_ENGINE",
+    "Family",
+    "GroupedQueryAttention",
+    "HeldParameter",
+    "HfTensor",
+    "MixtureOfExperts",
+    "ModelArchitecture",
+    "Parameter",
+    "ParameterTable",
+    "Placement",
+    "Region",
+    "Role",
+    "Rope",
+    "Spelling",
+    "TensorMismatchError",
+    "UnknownFamilyError",
+    "UnsupportedArchitectureError",
+    "family_of",
+]

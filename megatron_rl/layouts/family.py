@@ -1,0 +1,33 @@
+"""What a model family has to say: how its config is read, and the rows of its table."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.layouts.architecture import ModelArchitecture
+from megatron_rl.layouts.parameter import Parameter
+from megatron_rl.layouts.rows import Row, expand
+from megatron_rl.layouts.spelling import LOCAL, Spelling
+
+
+class Family(ABC):
+    """One `model_type` of Hugging Face."""
+
+    model_type: str
+    causal_lm: str
+    """Name of the class in the config's `architectures`: a checkpoint with another head has other tensors."""
+
+    @abstractmethod
+    def architecture(self, hf_config: Mapping[str, Any]) -> ModelArchitecture:
+        """Read the config; UnsupportedArchitectureError lists everything in it that cannot be expressed."""
+
+    @abstractmethod
+    def rows(self, model: ModelArchitecture, padded_vocab_size: int, spelling: Spelling) -> list[Row]:
+        """The table of the family, for one model."""
+
+    def parameters(
+        self, model: ModelArchitecture, padded_vocab_size: int | None = None, spelling: Spelling = LOCAL
+    ) -> list[Parameter]:
+        """All parameters with global layer and expert numbers, in the order of the forward pass."""
+        padded = model.vocab_size if padded_vocab_size is None else padded_vocab_size
+        return expand(self.rows(model, padded, spelling), model.num_layers)

@@ -1,0 +1,69 @@
+"""Llama, and what its many descendants share with it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.layouts.architecture import GroupedQueryAttention, MixtureOfExperts, ModelArchitecture
+from megatron_rl.layouts.family import Family
+from megatron_rl.layouts.hf_config import ConfigReader
+from megatron_rl.layouts.rows import Row, attention_rows, dense_mlp_rows, vocabulary_rows
+from megatron_rl.layouts.spelling import Spelling
+
+
+class Llama(Family):
+    """Grouped-query attention and dense SwiGLU MLPs. Defaults are those of transformers' config classes."""
+
+    model_type = "llama"
+    causal_lm = "LlamaForCausalLM"
+    qk_norm = False
+    default_head_dim: int | None = None
+    """None: hidden_size / num_attention_heads."""
+
+    def architecture(self, hf_config: Mapping[str, Any]) -> ModelArchitecture:
+        read = ConfigReader(hf_config)
+        self._refuse_features(read)
+        num_layers, hidden = read.integer("num_hidden_layers"), read.integer("hidden_size")
+        model = ModelArchitecture(
+            model_type=self.model_type,
+            num_layers=num_layers,
+            hidden_size=hidden,
+            vocab_size=read.integer("vocab_size"),
+            ffn_hidden_size=read.integer("intermediate_size"),
+            attention=self._attention(read, hidden),
+            moe=self._experts(read, num_layers),
+            rope=read.rope(),
+            norm_eps=read.number("rms_norm_eps", 1e-6),
+            tie_word_embeddings=read.flag("tie_word_embeddings", False),
+            max_position_embeddings=read.integer("max_position_embeddings", default=32768),
+            initializer_range=read.number("initializer_range", 0.02),
+        )
+        read.finish()
+        return model
+
+    def rows(self, model: ModelArchitecture, padded_vocab_size: int, spelling: Spelling) -> list[Row]:
+        return [
+            *vocabulary_rows(model, padded_vocab_size),
+            *attention_rows(model, model.attention, spelling),
+            *dense_mlp_rows(model, spelling),
+        ]
+
+    def _attention(self, read: ConfigReader, hidden: int) -> GroupedQueryAttention:
+        heads = read.integer("num_attention_heads")
+        groups = read.integer("num_key_value_heads", default=heads)
+        if heads % groups:
+            read.reject(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {groups}")
+        head_dim = read.integer("head_dim", default=self.default_head_dim or hidden // heads)
+        return GroupedQueryAttention(heads, groups, head_dim, self.qk_norm)
+
+    def _experts(self, read: ConfigReader, num_layers: int) -> MixtureOfExperts | None:
+        return None
+
+    def _refuse_features(self, read: ConfigReader) -> None:
+        read.only("hidden_act", "silu", why="only SwiGLU with silu is built")
+        read.only("attention_bias", False, why="Megatron cannot have biases on q, k, v and the output projection alone")
+        read.only("mlp_bias", False, why="Megatron cannot have biases on the MLP alone")
+        read.only("attention_dropout", 0, why="dropout would make the trained policy another one than the sampled one")
+        read.only("quantization_config", None, why="quantised weights cannot be read; dequantise the checkpoint first")
+        layer_types = read.strings("layer_types")
+        if set(layer_types) - {"full_attention"}:
+            read.reject(f"layer_types = {layer_types}: only full_attention is supported by this family")

@@ -1,0 +1,36 @@
+"""How Megatron names the same parameters under different layer specs."""
+
+from dataclasses import dataclass
+
+LAYER = "decoder.layers.{layer}."
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """Names (within a layer) that depend on the spec that built the model."""
+
+    attention_norm: str
+    dense_mlp_norm: str
+    sparse_mlp_norm: str
+    expert_fc1: str
+    expert_fc2: str
+
+
+LOCAL = Spelling(
+    attention_norm="input_layernorm.weight",
+    dense_mlp_norm="pre_mlp_layernorm.weight",
+    sparse_mlp_norm="pre_mlp_layernorm.weight",
+    expert_fc1="mlp.experts.local_experts.{expert}.linear_fc1.weight",
+    expert_fc2="mlp.experts.local_experts.{expert}.linear_fc2.weight",
+)
+"""Megatron's own modules and SequentialMLP."""
+
+TRANSFORMER_ENGINE = Spelling(
+    attention_norm="self_attention.linear_qkv.layer_norm_weight",
+    dense_mlp_norm="mlp.linear_fc1.layer_norm_weight",
+    # A sparse layer's norm feeds router and experts alike, so it cannot be fused into a linear.
+    sparse_mlp_norm="pre_mlp_layernorm.weight",
+    expert_fc1="mlp.experts.linear_fc1.weight{expert}",
+    expert_fc2="mlp.experts.linear_fc2.weight{expert}",
+)
+"""Transformer Engine's modules: norms fused into the following linear, experts as one grouped matrix product."""

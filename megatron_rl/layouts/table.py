@@ -1,0 +1,75 @@
+"""The one table of a model's parameters, by either side's names; and which family a config belongs to."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from megatron_rl.layouts.architecture import ModelArchitecture
+from megatron_rl.layouts.errors import TensorMismatchError, UnknownFamilyError, nearest
+from megatron_rl.layouts.family import Family
+from megatron_rl.layouts.llama import Llama
+from megatron_rl.layouts.parameter import HfTensor, Parameter
+from megatron_rl.layouts.qwen3 import Qwen3, Qwen3Moe
+from megatron_rl.layouts.spelling import LOCAL, Spelling
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (Llama(), Qwen3(), Qwen3Moe())}
+"""By `model_type`. A new family is entered here."""
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """The family of a config.json, by `model_type` or else by `architectures`; UnknownFamilyError lists the known ones."""
+    model_type, heads = hf_config.get("model_type"), hf_config.get("architectures") or []
+    by_head = {family.causal_lm: family for family in FAMILIES.values()}
+    family = FAMILIES.get(model_type) if model_type else next((by_head[head] for head in heads if head in by_head), None)
+    if family is None or (heads and family.causal_lm not in heads):
+        known = ", ".join(f"{family.model_type} ({family.causal_lm})" for family in FAMILIES.values())
+        raise UnknownFamilyError(
+            f"no table for model_type {model_type!r} with architectures {heads}; known are: {known}. "
+            "Another family is added by a class with its rows in megatron_rl/layouts"
+        )
+    return family
+
+
+class ParameterTable:
+    """All parameters of one model.
+
+    padded_vocab_size: rows of Megatron's embedding and output layer (topology.Layout.padded_vocab_size); None: no padding.
+    """
+
+    def __init__(self, hf_config: Mapping[str, Any], *, padded_vocab_size: int | None = None, spelling: Spelling = LOCAL) -> None:
+        family = family_of(hf_config)
+        self.architecture: ModelArchitecture = family.architecture(hf_config)
+        self.parameters: tuple[Parameter, ...] = tuple(family.parameters(self.architecture, padded_vocab_size, spelling))
+        self._by_name = {parameter.name: parameter for parameter in self.parameters}
+        self._by_hf_name = {tensor.name: parameter for parameter in self.parameters for tensor in parameter.hf}
+
+    def __getitem__(self, megatron_name: str) -> Parameter:
+        """By Megatron's name with global numbers; TensorMismatchError names the nearest ones."""
+        if megatron_name not in self._by_name:
+            raise TensorMismatchError(
+                f"{megatron_name!r} is not a parameter of this {self.architecture.model_type}{nearest(megatron_name, self._by_name)}"
+            )
+        return self._by_name[megatron_name]
+
+    def by_hf_name(self, hf_name: str) -> Parameter:
+        """The parameter that a Hugging Face tensor is a part of."""
+        if hf_name not in self._by_hf_name:
+            raise TensorMismatchError(
+                f"{hf_name!r} is not a tensor of this {self.architecture.model_type}{nearest(hf_name, self._by_hf_name)}"
+            )
+        return self._by_hf_name[hf_name]
+
+    @property
+    def hf_tensors(self) -> dict[str, HfTensor]:
+        """Every tensor of a checkpoint by name, in the order of the parameters; a tied output layer is not among them."""
+        return {tensor.name: tensor for parameter in self.parameters for tensor in parameter.hf}
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Names under which a checkpoint may repeat another tensor: {"lm_head.weight": "model.embed_tokens.weight"}."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.architecture.tie_word_embeddings else {}
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the model, padding not counted and tied embeddings counted once."""
+        return sum(prod(tensor.shape) for tensor in self.hf_tensors.values())
