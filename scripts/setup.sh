@@ -47,7 +47,7 @@ stamped() { [[ -x $venv/bin/python && -f $stamp ]] && grep -qxF -- "$1" "$stamp"
 
 # Runs pip with its output in the log; on failure shows the log's end and the likely remedy.
 run_pip() {
-    if "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" >>"$log" 2>&1 </dev/null; then return; fi
+    if "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile "$@" >>"$log" 2>&1 </dev/null; then return; fi
     tail -n 15 "$log" >&2
     if grep -qiE 'No space left|Errno 28' "$log"; then
         fail "the disk is full (see above; the whole log: $log)." "About 4 GB are needed with the CPU build of torch, 12 GB with the CUDA build."
