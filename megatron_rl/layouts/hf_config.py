@@ -103,6 +103,8 @@ class ConfigReader:
     def rope(self, default_theta: float = 10000.0) -> Rope:
         """Both spellings: `rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling` (before)."""
         settings = self._value(("rope_parameters", "rope_scaling"), {})
+        if self._config.get("rope_scaling") not in (None, settings):
+            self.reject("rope_scaling contradicts rope_parameters; remove the one that is wrong")
         if not isinstance(settings, Mapping) or any(isinstance(value, Mapping) for value in settings.values()):
             self._reject(("rope_parameters",), settings, "must be one flat table; frequencies by layer type are not supported")
             return Rope(default_theta)

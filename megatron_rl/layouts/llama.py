@@ -18,6 +18,7 @@ class Llama(Family):
     qk_norm = False
     default_head_dim: int | None = None
     """None: hidden_size / num_attention_heads."""
+    default_max_positions = 2048
 
     def architecture(self, hf_config: Mapping[str, Any]) -> ModelArchitecture:
         read = ConfigReader(hf_config)
@@ -34,7 +35,7 @@ class Llama(Family):
             rope=read.rope(),
             norm_eps=read.number("rms_norm_eps", 1e-6),
             tie_word_embeddings=read.flag("tie_word_embeddings", False),
-            max_position_embeddings=read.integer("max_position_embeddings", default=32768),
+            max_position_embeddings=read.integer("max_position_embeddings", default=self.default_max_positions),
             initializer_range=read.number("initializer_range", 0.02),
         )
         read.finish()
@@ -49,11 +50,14 @@ class Llama(Family):
 
     def _attention(self, read: ConfigReader, hidden: int) -> GroupedQueryAttention:
         heads = read.integer("num_attention_heads")
-        groups = read.integer("num_key_value_heads", default=heads)
+        groups = self._query_groups(read, heads)
         if heads % groups:
             read.reject(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {groups}")
         head_dim = read.integer("head_dim", default=self.default_head_dim or hidden // heads)
         return GroupedQueryAttention(heads, groups, head_dim, self.qk_norm)
+
+    def _query_groups(self, read: ConfigReader, heads: int) -> int:
+        return read.integer("num_key_value_heads", default=heads)
 
     def _experts(self, read: ConfigReader, num_layers: int) -> MixtureOfExperts | None:
         return None

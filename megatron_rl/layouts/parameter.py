@@ -117,9 +117,11 @@ class Parameter:
         return self.kind.sharding.unshard(shards)
 
     def _parts(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        parts = []
         for expected in self.hf:
             found = tensors.get(expected.name)
             if found is None or tuple(found.shape) != expected.shape:
                 what = "is missing" if found is None else f"has shape {list(found.shape)}"
                 raise TensorMismatchError(f"{self.name}: {expected.name} {what}, expected {list(expected.shape)}")
-        return [tensors[expected.name] for expected in self.hf]
+            parts.append(found)
+        return parts

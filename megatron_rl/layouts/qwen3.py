@@ -14,6 +14,11 @@ class Qwen3(Llama):
     causal_lm = "Qwen3ForCausalLM"
     qk_norm = True
     default_head_dim = 128
+    default_max_positions = 32768
+
+    def _query_groups(self, read: ConfigReader, heads: int) -> int:
+        # transformers' default is a constant that differs between the two classes: no value is safe to assume.
+        return read.integer("num_key_value_heads")
 
     def _refuse_features(self, read: ConfigReader) -> None:
         super()._refuse_features(read)

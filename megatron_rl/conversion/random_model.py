@@ -1,0 +1,69 @@
+"""A model folder with random weights: the start of the demo, and the subject of checks and tests."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_rl.conversion.character_tokenizer import SPECIAL_TOKENS, save_character_tokenizer
+from megatron_rl.conversion.errors import CheckpointError
+from megatron_rl.conversion.hf_writer import write_hf_checkpoint
+from megatron_rl.layouts import ParameterTable, Role, family_of
+
+
+def make_random_model(
+    folder: str | Path,
+    hf_config: Mapping[str, Any],
+    *,
+    seed: int,
+    tokenizer: Literal["characters"] | None = "characters",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write a complete model folder: config, weights initialised as transformers does, and a tokenizer unless None.
+
+    hf_config needs `model_type` and the sizes; `architectures`, and with a tokenizer its token ids, are filled in. The same
+    seed gives the same weights, whatever the order or machine. CheckpointError if the folder is there.
+    """
+    config = {"architectures": [family_of(hf_config).causal_lm], **hf_config}
+    with TemporaryDirectory() as assets:
+        if tokenizer is not None:
+            config |= _character_assets(Path(assets), hf_config)
+        table = ParameterTable(config)
+        weights = random_hf_tensors(table, seed, pad_token_id=config.get("pad_token_id"))
+        write_hf_checkpoint(folder, weights, config, dtype=dtype, assets_from=assets)
+
+
+def random_hf_tensors(table: ParameterTable, seed: int, pad_token_id: int | None = None) -> Iterator[tuple[str, Tensor]]:
+    """fp32 weights: normal with the config's `initializer_range`, norms 1, the embedding of the padding token 0."""
+    std = table.architecture.initializer_range
+    for parameter in table.parameters:
+        for tensor in parameter.hf:
+            if parameter.role is Role.NORM:
+                yield tensor.name, torch.ones(tensor.shape)
+                continue
+            # Seeded by name, so that a tensor does not depend on which others are drawn, or in which order.
+            digest = hashlib.sha256(f"{seed}/{tensor.name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            values = torch.randn(tensor.shape, generator=generator).mul_(std)
+            if parameter.role is Role.EMBEDDING and pad_token_id is not None:
+                values[pad_token_id] = 0
+            yield tensor.name, values
+
+
+def _character_assets(folder: Path, hf_config: Mapping[str, Any]) -> dict[str, int]:
+    """Write tokenizer and generation config to `folder`; returns the token ids for config.json."""
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    for key, value in ids.items():
+        if hf_config.get(key) not in (None, value):
+            raise CheckpointError(
+                f"{key} = {hf_config[key]}, but the character tokenizer has {SPECIAL_TOKENS[value]} at {value}; remove the key"
+            )
+    model = family_of(hf_config).architecture(hf_config)
+    save_character_tokenizer(folder, model.vocab_size, model.max_position_embeddings)
+    (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
+    return ids

@@ -1,0 +1,99 @@
+"""The safetensors file format, as far as streaming needs it: headers with offsets, in both directions.
+
+A file is the length of the header (8 bytes, little endian), the header (JSON: for each tensor dtype, shape and the range of
+its bytes, counted from the end of the header), and the bytes. Format: https://github.com/huggingface/safetensors
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from megatron_rl.conversion.errors import CheckpointError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor will look like, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor's place in a file; `start` is its first byte, counted from the beginning of the file."""
+
+    file: Path
+    spec: TensorSpec
+    start: int
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file; CheckpointError where the file is cut off or is not safetensors."""
+    size = file.stat().st_size
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(f"{file}: not a safetensors file, or cut off: its header would have {length} of {size} bytes")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as error:
+            raise CheckpointError(f"{file}: not a safetensors file: its header is not JSON ({error})") from None
+    header.pop("__metadata__", None)
+    return {name: _stored(file, name, entry, 8 + length, size) for name, entry in header.items()}
+
+
+def _stored(file: Path, name: str, entry: Mapping, base: int, size: int) -> StoredTensor:
+    if entry["dtype"] not in _DTYPES:
+        raise CheckpointError(f"{file}: {name} has dtype {entry['dtype']}; readable are {', '.join(_DTYPES)}")
+    spec = TensorSpec(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+    start, end = (base + offset for offset in entry["data_offsets"])
+    if end > size or end - start != spec.num_bytes:
+        raise CheckpointError(
+            f"{file}: {name} should be bytes {start} to {end} ({spec.num_bytes} for its shape), but the file has {size}; "
+            "fetch the file again"
+        )
+    return StoredTensor(file, spec, start)
+
+
+def plan_file(file: Path, specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, StoredTensor]]:
+    """Header of a file that is going to hold `specs`, and where each tensor's bytes belong."""
+    # Wide elements first, so that every tensor starts at a multiple of its element size.
+    order = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in order:
+        spec, end = specs[name], offset + specs[name].num_bytes
+        header[name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    base = 8 + len(text)
+    places = {name: StoredTensor(file, specs[name], base + header[name]["data_offsets"][0]) for name in order}
+    return len(text).to_bytes(8, "little") + text, places
