@@ -9,8 +9,9 @@ import numpy as np
 class Microbatch:
     """S sequences packed one after the other into N positions; position i predicts token i + 1 of its own sequence.
 
-    The last segment may be padding (`num_padding` positions of token 0, which attend to one another and carry no loss), so that N
-    is a multiple of what the layout asks for. All microbatches of a data-parallel rank are known to each of its ranks.
+    `num_padding` positions are padding (token 0, no loss), so that N is a multiple of what the layout asks for: a last segment of
+    its own and, with context parallelism, the tail of each sequence's segment. All microbatches of a data-parallel rank are known
+    to each of its ranks; one without sequences is all padding (S = 1).
     Arrays over positions describe the PREDICTED token: a position whose target is no loss token (prompt, tool output, a
     sequence's last position, padding) has loss_mask false, an empty keep-set, and zeros.
     """
@@ -23,6 +24,7 @@ class Microbatch:
     keep_ids: np.ndarray  # i32 [nnz], CSR over positions
     keep_offsets: np.ndarray  # i64 [N + 1]
     full_rows: np.ndarray  # bool [N]: loss tokens without a set, normalised over the whole vocabulary
+    singleton: np.ndarray  # bool [N]: loss tokens whose recorded set has one element, also when the sets are not replayed
     temperature: np.ndarray  # f32 [N]; 1 where there is no loss
     rollout_logprobs: np.ndarray  # f32 [N]
     advantages: np.ndarray  # f32 [N]

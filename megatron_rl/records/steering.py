@@ -79,3 +79,8 @@ class StepPlan:
     @property
     def num_loss_tokens(self) -> int:
         return sum(e.num_loss_tokens for e in self.entries)
+
+    @property
+    def num_sequences(self) -> int:
+        """Rollouts that have a loss token."""
+        return sum(e.num_loss_tokens > 0 for e in self.entries)

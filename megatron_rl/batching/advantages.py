@@ -1,0 +1,24 @@
+"""Group-relative advantages: how much better than its siblings of the same prompt a rollout did."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+
+def group_mean(rewards: np.ndarray) -> np.ndarray:
+    """f64 [n]: reward minus the group's mean; exactly 0 where all rewards are equal."""
+    rewards = np.asarray(rewards, dtype=np.float64)
+    if not len(rewards) or rewards.max() == rewards.min():  # the mean of equal numbers can be an ulp off them
+        return np.zeros(len(rewards))
+    return rewards - rewards.mean()
+
+
+def group_mean_std(rewards: np.ndarray) -> np.ndarray:
+    """f64 [n]: the same over the group's standard deviation (that of the group itself, divisor n); 0 where all rewards are equal."""
+    centred = group_mean(rewards)
+    deviation = np.sqrt(np.mean(centred**2)) if len(centred) else 0.0
+    return centred / deviation if deviation > 0 else centred
+
+
+ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {"group_mean": group_mean, "group_mean_std": group_mean_std}
+"""By the name that objective.advantage gives."""

@@ -1,0 +1,95 @@
+"""Sequences to data-parallel ranks to microbatches: pure, deterministic, the same on every rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+import numpy as np
+
+from megatron_rl.topology import Layout
+
+ATTENTION_LENGTH = 32768
+"""Length at which attention costs as much as the rest of a layer: about 12 hidden sizes (here 2700), the middle of the large models."""
+
+
+class PackingError(ValueError):
+    """A sequence that no microbatch can hold."""
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What the numbers of positions have to be multiples of: `segment` for each sequence's own, `total` for a whole microbatch."""
+
+    segment: int = 1
+    total: int = 1
+
+    def padded(self, length: int) -> int:
+        return -(-length // self.segment) * self.segment
+
+    def padded_total(self, length: int) -> int:
+        return -(-length // self.total) * self.total
+
+
+def alignment_of(layout: Layout, sequence_parallel: bool) -> Alignment:
+    """Context parallelism cuts every segment into 2 * cp chunks; sequence parallelism cuts what is left of the microbatch by tp."""
+    segment = 2 * layout.cp if layout.cp > 1 else 1
+    return Alignment(segment=segment, total=lcm(segment, layout.cp * layout.tp if sequence_parallel else 1))
+
+
+def costs_of(lengths: np.ndarray, attention_length: int = ATTENTION_LENGTH) -> np.ndarray:
+    """f64 [n], in tokens: the linear layers' work plus attention's, which grows with the square."""
+    exact = np.asarray(lengths, dtype=np.float64)
+    return exact + exact**2 / attention_length
+
+
+def pack(
+    lengths: Sequence[int], *, num_ranks: int, max_tokens: int, microbatch_multiple: int = 1, attention_length: int = ATTENTION_LENGTH
+) -> list[list[list[int]]]:
+    """Packing as [data-parallel rank][microbatch] -> sequence numbers, rising.
+
+    Every sequence stands in exactly one microbatch; none holds more than max_tokens tokens (alignment's padding comes on top); all
+    ranks have the same number of microbatches, the smallest multiple of microbatch_multiple (the pipeline's stages, where they
+    are interleaved) for which the greedy filling succeeds. A microbatch may be empty. Longest first, each to the cheapest that has room.
+    Raises PackingError for a sequence above max_tokens.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if (sizes > max_tokens).any():
+        worst = int(sizes.argmax())
+        raise PackingError(
+            f"sequence {worst} has {sizes[worst]} tokens, a microbatch at most {max_tokens}: raise trainer.max_tokens_per_microbatch"
+        )
+    costs = costs_of(sizes, attention_length)
+    per_rank = _round_up(max(1, -(-int(sizes.sum()) // (max_tokens * num_ranks))), microbatch_multiple)
+    while (bins := _fill(sizes, costs, per_rank * num_ranks, max_tokens)) is None:
+        per_rank += microbatch_multiple
+    return _deal(bins, [float(costs[members].sum()) for members in bins], num_ranks)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _fill(sizes: np.ndarray, costs: np.ndarray, num_bins: int, max_tokens: int) -> list[list[int]] | None:
+    """Sequence numbers of each bin, or None when a sequence found no room."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    used, cost = np.zeros(num_bins, dtype=np.int64), np.zeros(num_bins)
+    for number in np.argsort(-sizes, kind="stable"):
+        candidates = np.where(used + sizes[number] <= max_tokens, cost, np.inf)
+        best = int(candidates.argmin())
+        if candidates[best] == np.inf:
+            return None
+        bins[best].append(int(number))
+        used[best] += sizes[number]
+        cost[best] += costs[number]
+    return [sorted(members) for members in bins]
+
+
+def _deal(bins: list[list[int]], costs: list[float], num_ranks: int) -> list[list[list[int]]]:
+    """Bins to ranks, in rounds of similar cost, dearest first, every other round backwards.
+
+    The ranks meet in every microbatch (the experts' all-to-all), so the k-th microbatches should be alike before the totals are.
+    """
+    order = sorted(range(len(bins)), key=lambda b: (-costs[b], b))
+    rounds = [order[start : start + num_ranks] for start in range(0, len(order), num_ranks)]
+    dealt = [members[::-1] if k % 2 else members for k, members in enumerate(rounds)]
+    return [[bins[members[rank]] for members in dealt] for rank in range(num_ranks)]

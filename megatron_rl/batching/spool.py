@@ -1,0 +1,117 @@
+"""The spool: a run's payloads and plans on a filesystem that orchestrator, workers and trainer share.
+
+    RUN/spool/rollouts/g000012.safetensors     written by workers, one file a group
+    RUN/spool/plans/step_000012.json           written by the orchestrator; also probe_000012.json, supervised_000012.json
+
+Names inside plans, summaries and messages are relative to RUN/spool, so that a run's folder can be moved.
+"""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, get_args
+
+from megatron_rl.batching.supervised import SupervisedPlan
+from megatron_rl.records import Payload, StepPlan, write_atomically
+from megatron_rl.wire.control import decode, encode
+
+PlanKind = Literal["step", "probe", "supervised"]
+Plan = StepPlan | SupervisedPlan
+
+
+class SpoolError(OSError):
+    """A plan or a name that the spool cannot give or take: the message names the file."""
+
+
+class Spool:
+    def __init__(self, run_dir: Path):
+        self.root = Path(run_dir) / "spool"
+        self.rollouts = self.root / "rollouts"
+        self.plans = self.root / "plans"
+
+    def create(self) -> None:
+        """Make the folders, private to the user."""
+        for folder in (self.root, self.rollouts, self.plans):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def path(self, name: str) -> Path:
+        """The file behind a name of a plan or a message. Raises SpoolError for a name that leads out of the spool."""
+        path = (self.root / name).resolve()
+        if not path.is_relative_to(self.root.resolve()):
+            raise SpoolError(f"{name!r} is not the name of a file in {self.root}")
+        return path
+
+    @staticmethod
+    def payload_name(uid: str) -> str:
+        """Name of the payload file of a group, or of whatever else `uid` stands for: 'g000012' to 'rollouts/g000012.safetensors'."""
+        return f"rollouts/{uid}.safetensors"
+
+    def payload(self, name: str) -> Payload:
+        """Raises PayloadError when the file is missing or not whole."""
+        return Payload(self.path(name))
+
+    @staticmethod
+    def plan_name(step: int, kind: PlanKind = "step") -> str:
+        return f"plans/{kind}_{step:06d}.json"
+
+    def write_plan(self, plan: Plan, kind: PlanKind | None = None) -> str:
+        """Write atomically and return the plan's name. kind: None says 'step' or 'supervised', by the plan's type; probes say so."""
+        kind = kind or ("step" if isinstance(plan, StepPlan) else "supervised")
+        name = self.plan_name(plan.step, kind)
+        if (kind == "supervised") != isinstance(plan, SupervisedPlan):
+            raise SpoolError(f"{name}: a {type(plan).__name__} is no plan of the kind '{kind}'")
+        if isinstance(plan, StepPlan):
+            _check_finite(plan, name)
+        write_atomically(self.path(name), encode(plan))
+        return name
+
+    def read_plan(self, name: str) -> Plan:
+        """The plan behind a name as `write_plan` returned it. Raises SpoolError for a missing, half, or foreign file."""
+        path = self.path(name)
+        kind, _, number = path.stem.partition("_")
+        if kind not in get_args(PlanKind) or not number.isdigit():
+            raise SpoolError(f"{name!r}: plans are named KIND_NUMBER.json, of the kinds {', '.join(get_args(PlanKind))}")
+        try:
+            plan = decode(path.read_bytes(), SupervisedPlan if kind == "supervised" else StepPlan)
+        except OSError as error:
+            raise SpoolError(f"{path}: the plan cannot be read ({error.strerror})") from error
+        except ValueError as error:
+            raise SpoolError(f"{path}: not a whole plan ({error}); the step has to be planned again") from error
+        if plan.step != int(number):
+            raise SpoolError(f"{path}: the file holds the plan of step {plan.step}")
+        return plan
+
+    def plan_names(self, kind: PlanKind = "step") -> list[str]:
+        """Names of the plans of one kind, by rising step."""
+        found = [(int(p.stem.removeprefix(f"{kind}_")), p.name) for p in self.plans.glob(f"{kind}_*.json")]
+        return [f"plans/{name}" for _, name in sorted(found)]
+
+    def payload_names(self) -> list[str]:
+        return sorted(f"rollouts/{p.name}" for p in self.rollouts.glob("*.safetensors"))
+
+    def clean(self, keep: Iterable[str]) -> list[str]:
+        """Delete the payloads that are not among the names to keep; returns what was deleted.
+
+        Never called unless a caller decides so: a spool that is kept whole lets every step be run again. The caller names what
+        is still needed: the files of the plans to keep and of the groups in the buffer and in flight.
+        """
+        needed = set(keep)
+        unneeded = [name for name in self.payload_names() if name not in needed]
+        for name in unneeded:
+            self.path(name).unlink(missing_ok=True)
+        return unneeded
+
+    def clean_half_written(self) -> int:
+        """Delete what writers that died left aside; only while none is at work. Returns the number of files."""
+        left = [*self.rollouts.glob(".*.part"), *self.plans.glob(".*.part")]
+        for path in left:
+            path.unlink(missing_ok=True)
+        return len(left)
+
+
+def _check_finite(plan: StepPlan, name: str) -> None:
+    """JSON has no NaN: a plan that held one could be written and never read."""
+    numbers = {f"the advantage of {e.uid}": e.advantage for e in plan.entries} | plan.summary
+    wrong = [f"{what} = {value}" for what, value in numbers.items() if not math.isfinite(value)]
+    if wrong:
+        raise SpoolError(f"{name}: numbers of a plan are finite; found {'; '.join(wrong)}")
