@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Sets everything up, then runs the linter and the tests.
+#
+#   bash scripts/test.sh                                   # all that this machine can run
+#   bash scripts/test.sh tests/unit -k keep_set            # what pytest is told
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+venv=${VENV:-.venv}
+# One thread per process: the distributed tests start several processes, and threads that wait for each other's core cost more
+# than they bring.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+"$venv/bin/python" -m ruff check .
+exec "$venv/bin/python" -m pytest "$@"
