@@ -1,0 +1,60 @@
+"""A named value that knows how it is reduced, so that microbatches and ranks can be put together exactly."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Reduction = Literal["mean", "sum", "max", "min", "last"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """mean: `total` over `count`; sum: `total`; max, min, last: `total` is the value. A count of 0 says that nothing was measured.
+
+    Example: the mean of 3 tokens' |d log p| that sum to .6 is Metric("mean", .6, 3).
+    """
+
+    reduction: Reduction
+    total: float
+    count: float = 1.0
+
+    @property
+    def value(self) -> float:
+        """Raises ZeroDivisionError for a mean over nothing; `to_floats` leaves such metrics out."""
+        return self.total / self.count if self.reduction == "mean" else self.total
+
+
+Metrics = Mapping[str, Metric]
+
+
+def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
+    """One set of metrics from those of several microbatches or ranks, in the order given; a name may be missing in some of them.
+
+    Raises ValueError when two parts reduce the same name differently.
+    """
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = _merge_two(name, merged[name], metric) if name in merged else metric
+    return merged
+
+
+def to_floats(metrics: Metrics) -> dict[str, float]:
+    """The values, without the metrics that measured nothing."""
+    return {name: float(metric.value) for name, metric in metrics.items() if metric.count}
+
+
+def from_floats(values: Mapping[str, float], reduction: Reduction = "last") -> dict[str, Metric]:
+    return {name: Metric(reduction, float(value)) for name, value in values.items()}
+
+
+def _merge_two(name: str, a: Metric, b: Metric) -> Metric:
+    if a.reduction != b.reduction:
+        raise ValueError(f"metric {name} is a {a.reduction} in one part and a {b.reduction} in another; a name has one reduction")
+    if not b.count or not a.count:  # a part that measured nothing must not enter a maximum
+        return a if a.count else b
+    if a.reduction in ("mean", "sum"):
+        return Metric(a.reduction, a.total + b.total, a.count + b.count)
+    if a.reduction == "last":
+        return b
+    return Metric(a.reduction, max(a.total, b.total) if a.reduction == "max" else min(a.total, b.total), a.count + b.count)
