@@ -1,0 +1,24 @@
+"""Sums wider than their inputs: products of the training dtype, accumulated in fp32."""
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(tensor: Tensor) -> torch.dtype:
+    """fp32, or fp64 for fp64 tensors (a test's)."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left [n, k] @ right [k, m] in accumulation dtype.
+
+    A GPU multiplies bf16 by bf16 into fp32 (a wider side is rounded first, as gradients of logits are in any bf16 training). A CPU's
+    product would round its result to bf16, so there both sides are widened.
+    """
+    dtype = torch.promote_types(accumulation_dtype(left), accumulation_dtype(right))
+    if left.dtype == right.dtype == dtype:
+        return left @ right
+    if left.is_cuda:
+        narrow = left.dtype if left.dtype != dtype else right.dtype
+        return torch.mm(left.to(narrow), right.to(narrow), out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)

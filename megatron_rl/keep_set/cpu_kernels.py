@@ -1,0 +1,62 @@
+"""The two kernels of the pair route on a CPU. Both name rows of a table in CSR and read them in place: no [n, H] gather exists.
+
+Each result is one sequential sum per output, in CSR order, so the bits depend neither on the number of threads nor on the run.
+Tables of fp32 or fp64 are read directly. PyTorch's kernels would round bf16 sums (or refuse bf16), so the distinct rows that a
+block of bags needs are widened first.
+"""
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from megatron_rl.keep_set.accumulate import accumulation_dtype
+
+_PAIRS_PER_BLOCK = 8192  # bounds the rows that are widened at a time: 32 MB at H = 1024
+
+with warnings.catch_warnings():  # "sparse CSR is in beta" is said once per process: here, and to nobody
+    warnings.simplefilter("ignore")
+    torch.sparse_csr_tensor([0, 1], [0], [1.0], size=(1, 1), check_invariants=False)
+
+
+def pair_dots(left: Tensor, table: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
+    """fp32 [n] (fp64 for fp64 tables): left[bag of i] . table[index[i]].
+
+    left [bags, H], table [rows, H] of one dtype, index int32 [n], offsets int32 [bags + 1].
+    """
+    dots = table.new_empty(len(index), dtype=accumulation_dtype(table))
+    for bags, entries, rows, columns in _blocks(table, index, offsets):
+        block_offsets = offsets[bags.start : bags.stop + 1] - entries.start
+        pattern = torch.sparse_csr_tensor(
+            block_offsets, columns, torch.zeros_like(dots[entries]), size=(bags.stop - bags.start, len(rows)), check_invariants=False
+        )
+        dots[entries] = torch.sparse.sampled_addmm(pattern, left[bags].to(dots.dtype), rows.t(), beta=0.0).values()
+    return dots
+
+
+def weighted_sums(coefficients: Tensor, table: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
+    """fp32 [bags, H] (fp64 for fp64 tables): the sum over a bag's i of coefficients[i] * table[index[i]]; 0 for empty bags."""
+    sums = table.new_empty(len(offsets) - 1, table.shape[1], dtype=coefficients.dtype)
+    for bags, entries, rows, columns in _blocks(table, index, offsets):
+        block_offsets = offsets[bags.start : bags.stop + 1] - entries.start
+        sums[bags] = embedding_bag(
+            columns, rows, block_offsets, mode="sum", per_sample_weights=coefficients[entries], include_last_offset=True
+        )
+    return sums
+
+
+def _blocks(table: Tensor, index: Tensor, offsets: Tensor) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """(bags, their entries, a table of accumulation dtype, the entries' rows in it)."""
+    num_bags = len(offsets) - 1
+    if table.dtype == accumulation_dtype(table):
+        yield slice(0, num_bags), slice(0, len(index)), table, index
+        return
+    _, bags_per_block = torch.unique_consecutive(offsets[:-1] // _PAIRS_PER_BLOCK, return_counts=True)
+    first = 0
+    for count in bags_per_block.tolist():
+        entries = slice(int(offsets[first]), int(offsets[first + count]))
+        distinct, columns = torch.unique(index[entries], return_inverse=True)
+        yield slice(first, first + count), entries, table[distinct].to(accumulation_dtype(table)), columns.int()
+        first += count

@@ -1,0 +1,129 @@
+"""The dense route: all logits of some tokens, one vocabulary chunk at a time, forward and again backward.
+
+For tokens without truncation, and for sets so wide that a matrix product is cheaper than reading their rows: these see the same
+chunks through a mask. Neither [tokens, vocabulary] logits nor a [vocabulary, hidden] temporary exist.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.keep_set.accumulate import accumulation_dtype, product
+from megatron_rl.keep_set.plan import Plan, Shard, pairs_of
+from megatron_rl.keep_set.sets import KeepSets
+from megatron_rl.keep_set.statistics import MAXIMUM, MOMENT, TARGET, TOTAL, entropy, no_statistics
+from megatron_rl.keep_set.statistics import merge as merge_statistics
+from megatron_rl.keep_set.weight_gradient import WeightGradient
+
+_CHUNK_BYTES = 32 << 20  # of logits, and of widened weight rows
+_TOKENS_AT_ONCE = 4096
+_MASK_BYTES = 128 << 20  # one byte per logit of tokens with a set
+_MASK_PAIRS_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class DenseBlock:
+    """N tokens that share one pass over the weight."""
+
+    tokens: Tensor  # int64 [N]
+    targets: Tensor  # int64 [N], rows of this shard; outside of it where another rank holds the target
+    shard: Shard
+    temperature: float | Tensor  # or [N, 1]
+    keep_sets: KeepSets | None  # None: full tokens
+
+    def mask(self) -> Tensor | None:
+        """bool [N, rows of the shard], True where a row is not kept; None for full tokens. Large, so made anew when needed."""
+        if self.keep_sets is None:
+            return None
+        tokens, ids = self.tokens.to(self.keep_sets.device), self.keep_sets.keep_ids
+        excluded = torch.ones(len(tokens), self.shard.num_rows, dtype=torch.bool, device=self.tokens.device)
+        tokens_at_once = max(1, _MASK_PAIRS_AT_ONCE // max(1, int(self.keep_sets.sizes()[tokens].max())))
+        for first in range(0, len(tokens), tokens_at_once):
+            some = slice(first, first + tokens_at_once)
+            position, owner = pairs_of(tokens[some], self.keep_sets.keep_offsets)
+            rows = ids[position] - self.shard.first
+            here = (rows >= 0) & (rows < self.shard.num_rows)
+            flat = (torch.searchsorted(tokens, owner[here]) * self.shard.num_rows + rows[here]).to(excluded.device)
+            excluded.view(-1).index_fill_(0, flat, False)
+        return excluded
+
+
+def dense_blocks(plan: Plan, keep_sets: KeepSets, shard: Shard, temperature: float | Tensor) -> Iterator[DenseBlock]:
+    """The plan's dense tokens in groups that bound the memory; each group reads the weight once. temperature: or [T]."""
+    masked_at_once = min(_TOKENS_AT_ONCE, max(256, _MASK_BYTES // max(1, shard.num_rows)))
+    for tokens, sets, at_once in ((plan.wide_tokens, keep_sets, masked_at_once), (plan.full_tokens, None, _TOKENS_AT_ONCE)):
+        for group in tokens.split(at_once) if len(tokens) else ():
+            targets = keep_sets.target_ids[group.to(keep_sets.device)].to(group.device) - shard.first
+            own_temperature = temperature[group, None] if isinstance(temperature, Tensor) else temperature
+            yield DenseBlock(group, targets, shard, own_temperature, sets)
+
+
+def dense_statistics(block: DenseBlock, hidden: Tensor, weight: Tensor, needs_entropy: bool) -> Tensor:
+    """[4, N] of this rank's rows; hidden [N, H]."""
+    parts = [no_statistics(len(hidden), hidden.new_empty(0, dtype=accumulation_dtype(hidden)))]
+    parts += (_chunk_statistics(logits, block.targets - first, needs_entropy) for first, logits in _logits(block, hidden, weight))
+    return merge_statistics(torch.stack(parts))
+
+
+def add_dense_gradients(
+    block: DenseBlock, hidden: Tensor, weight: Tensor, statistics: Tensor, upstream: tuple[Tensor, Tensor | None],
+    weight_gradient: WeightGradient | None,
+) -> Tensor:  # fmt: skip
+    """[N, H], this rank's part of the gradient of hidden [N, H]; that of the weight is added to `weight_gradient`.
+
+    statistics [4, N], merged over all ranks; upstream [N], [N], the gradients of the log-probs and of the entropies.
+    """
+    d_hidden = torch.zeros_like(hidden, dtype=accumulation_dtype(hidden))
+    for first, logits in _logits(block, hidden, weight):
+        d_logits = _logit_gradients(logits, block.targets - first, statistics, *upstream).div_(block.temperature)
+        d_hidden += product(d_logits, weight[first : first + logits.shape[1]])
+        if weight_gradient is not None:
+            weight_gradient.add_product(first, d_logits, hidden)
+    return d_hidden
+
+
+def _logits(block: DenseBlock, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first row, logits [N, chunk]) of every chunk; masked logits hold the lowest number, not -inf (inf - inf is NaN)."""
+    excluded = block.mask()
+    widest = max(hidden.shape) * accumulation_dtype(hidden).itemsize
+    for rows in torch.arange(block.shard.num_rows).split(max(128, _CHUNK_BYTES // widest)):
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        logits = product(hidden, weight[first:last].t()).div_(block.temperature)
+        if excluded is not None:
+            logits.masked_fill_(excluded[:, first:last], torch.finfo(logits.dtype).min)
+        yield first, logits
+
+
+def _chunk_statistics(logits: Tensor, targets: Tensor, needs_entropy: bool) -> Tensor:
+    """[4, N]; overwrites logits [N, chunk]."""
+    statistics = logits.new_zeros(4, len(logits))
+    tokens = _inside(targets, logits)
+    statistics[TARGET, tokens] = logits[tokens, targets[tokens]]
+    # half of the lowest number as a floor: the exp of masked logits stays 0 where a chunk has nothing else
+    statistics[MAXIMUM] = logits.amax(1).clamp_min(torch.finfo(logits.dtype).min / 2)
+    shifted = logits.sub_(statistics[MAXIMUM][:, None])
+    exponentials = shifted.exp()
+    statistics[TOTAL] = exponentials.sum(1)
+    if needs_entropy:
+        statistics[MOMENT] = exponentials.mul_(shifted).sum(1)
+    return statistics
+
+
+def _logit_gradients(logits: Tensor, targets: Tensor, statistics: Tensor, upstream: Tensor, upstream_entropy: Tensor | None) -> Tensor:
+    """[N, chunk]; overwrites logits. d log p / d z_j = 1[j = y] - p_j; d entropy / d z_j = -p_j log p_j - p_j entropy."""
+    p = logits.sub_(statistics[MAXIMUM][:, None]).sub_(statistics[TOTAL].log()[:, None]).exp_()
+    if upstream_entropy is None:
+        d_logits = p.mul_(-upstream[:, None])
+    else:
+        d_logits = torch.special.entr(p).mul_(upstream_entropy[:, None])
+        d_logits.addcmul_(p, -(upstream + upstream_entropy * entropy(statistics))[:, None])
+    tokens = _inside(targets, d_logits)
+    d_logits[tokens, targets[tokens]] += upstream[tokens]
+    return d_logits
+
+
+def _inside(targets: Tensor, logits: Tensor) -> Tensor:
+    """int64 [m]: the tokens whose target lies in this chunk."""
+    return ((targets >= 0) & (targets < logits.shape[1])).nonzero().squeeze(1)

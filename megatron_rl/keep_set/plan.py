@@ -1,0 +1,137 @@
+"""What is computed how: from keep-sets to the work of one tensor-parallel rank.
+
+A token takes one of three ways, each chosen from what all ranks know, so that they agree without asking one another:
+
+* nothing: unscored tokens, and singletons, whose log-prob and gradient are 0 by definition;
+* pairs: the rows of the weight that its set names are read one by one, cost ~ size of the set;
+* dense: the whole vocabulary in chunks, cost ~ vocabulary size; for tokens without truncation, and for sets so wide that a matrix
+  product over the whole vocabulary is cheaper than reading their rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.keep_set.sets import KeepSets, TokenKind
+from megatron_rl.records import ContractError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The vocabulary rows of one rank: ids first <= id < stop are rows id - first of its weight. Padding rows lie outside."""
+
+    first: int
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.first
+
+    @classmethod
+    def of(cls, num_local_rows: int, vocab_size: int, group: dist.ProcessGroup | None) -> "Shard":
+        """num_local_rows: rows of the weight on each rank, padding included. Raises ValueError if they cannot hold the vocabulary."""
+        rank, size = (0, 1) if group is None else (group.rank(), group.size())
+        if not 0 < vocab_size <= size * num_local_rows:
+            raise ValueError(f"vocab_size is {vocab_size}; {size} shards of {num_local_rows} rows hold 1..{size * num_local_rows} ids")
+        first = min(rank * num_local_rows, vocab_size)
+        return cls(first, min(first + num_local_rows, vocab_size))
+
+
+@dataclass(frozen=True)
+class RouteCosts:
+    """Forward and backward, in units of one (token, kept id) pair on the pair route; measured by scripts/bench_keep_set.py."""
+
+    dense_entry: float  # one logit of one token on the dense route
+    dense_row: float  # one vocabulary row of a dense pass, however few its tokens: reading the weight, adding to its gradient
+
+
+CPU_COSTS = RouteCosts(dense_entry=1 / 20, dense_row=1.0)
+GPU_COSTS = RouteCosts(dense_entry=1 / 100, dense_row=1.0)  # a guess from bandwidth and bf16 FLOP/s: not measured
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The n (token, kept id) pairs whose row lies on this rank, by token: CSR over all T tokens, most of which may have none."""
+
+    rows: Tensor  # int32 [n], of the local weight
+    offsets: Tensor  # int32 [T + 1]
+    tokens: Tensor  # int64 [n]
+    targets: Tensor  # int64 [m <= T], which pairs are their token's target
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The work of one call on one rank. All index tensors lie on the device of the hidden states."""
+
+    pairs: Pairs
+    wide_tokens: Tensor  # int64, dense route with a set
+    full_tokens: Tensor  # int64, dense route without
+    computed: Tensor  # int64, all tokens on either route, the same on every rank: the others have value 0 and no gradient
+
+    @property
+    def num_dense_tokens(self) -> int:
+        return len(self.wide_tokens) + len(self.full_tokens)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to compute, on any rank."""
+        return len(self.computed) == 0
+
+
+def make_plan(keep_sets: KeepSets, shard: Shard, vocab_size: int, device: torch.device) -> Plan:
+    """Raises ContractError where a target is not once in its set or an id is out of range; the rest is `check_keep_sets`'."""
+    costs = CPU_COSTS if device.type == "cpu" else GPU_COSTS
+    sizes = keep_sets.sizes()
+    full = keep_sets.kinds == TokenKind.FULL
+    several = (keep_sets.kinds == TokenKind.KEEP_SET) & (sizes > 1)
+    wide = several & _on_dense_route(torch.where(several, sizes, 0), bool(full.any()), vocab_size, costs)
+    masks = (several & ~wide, wide, full, several | full)
+    pair_tokens, wide_tokens, full_tokens, computed = (mask.nonzero().squeeze(1) for mask in masks)
+    pairs = _local_pairs(keep_sets, pair_tokens, shard, vocab_size)
+    selected = (tensor.to(device, non_blocking=True) for tensor in (*pairs, wide_tokens, full_tokens, computed))
+    rows, offsets, tokens, targets, wide_tokens, full_tokens, computed = selected
+    return Plan(Pairs(rows, offsets, tokens, targets), wide_tokens, full_tokens, computed)
+
+
+def _on_dense_route(sizes: Tensor, has_full_tokens: bool, vocab_size: int, costs: RouteCosts) -> Tensor:
+    """bool [T]. A set leaves the pair route if its logits cost less densely, and all that do also pay for the dense pass itself."""
+    saved = sizes - costs.dense_entry * vocab_size
+    wide = saved > 0
+    fixed = 0.0 if has_full_tokens else costs.dense_row * vocab_size
+    return wide & (torch.where(wide, saved, 0.0).sum() > fixed)
+
+
+def pairs_of(tokens: Tensor, keep_offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """int64 [n], [n]: positions in keep_ids of the sets of `tokens` (int64 [m], rising), and the token of each."""
+    starts = keep_offsets[tokens]
+    sizes = keep_offsets[tokens + 1] - starts
+    before = sizes.cumsum(0) - sizes
+    shift = torch.repeat_interleave(starts - before, sizes)
+    return torch.arange(len(shift), device=shift.device) + shift, torch.repeat_interleave(tokens, sizes)
+
+
+def _local_pairs(sets: KeepSets, tokens: Tensor, shard: Shard, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    position, owner = pairs_of(tokens, sets.keep_offsets)
+    ids = sets.keep_ids[position]
+    is_target = ids == sets.target_ids[owner]
+    _refuse_bad_pairs(sets, tokens, ids, owner, is_target, vocab_size)
+    here = (ids >= shard.first) & (ids < shard.stop)
+    num_here_before = torch.nn.functional.pad(here.cumsum(0), (1, 0))  # [n + 1]
+    sizes = torch.zeros_like(sets.target_ids)
+    sizes[tokens] = sets.sizes()[tokens]
+    offsets = num_here_before[torch.nn.functional.pad(sizes.cumsum(0), (1, 0))]
+    return ids[here] - shard.first, offsets.int(), owner[here], is_target[here].nonzero().squeeze(1)
+
+
+def _refuse_bad_pairs(sets: KeepSets, tokens: Tensor, ids: Tensor, owner: Tensor, is_target: Tensor, vocab_size: int) -> None:
+    """Both would give a plausible, wrong number: the sum would miss an id, or the target's logit would be 0."""
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+        bad = int(((ids < 0) | (ids >= vocab_size)).nonzero()[0])
+        raise ContractError(rollout="unnamed", token=int(owner[bad]), value=int(ids[bad]), rule=f"kept ids lie in 0..{vocab_size - 1}")
+    if int(is_target.sum()) == len(tokens) == len(torch.unique_consecutive(owner[is_target])):
+        return
+    times = torch.zeros_like(sets.target_ids).index_add_(0, owner, is_target.long())[tokens]
+    bad = int(tokens[(times != 1).nonzero()[0]])
+    raise ContractError(rollout="unnamed", token=bad, value=int(sets.target_ids[bad]), rule="the target is in its keep-set, once")

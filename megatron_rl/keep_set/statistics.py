@@ -1,0 +1,51 @@
+"""A log-softmax in parts: what vocabulary shards and chunks know of it, and how the parts become one.
+
+Of the logits z that a part sees of a token it keeps four numbers, the rows of a tensor [4, T]: the maximum m, sum exp(z - m),
+sum exp(z - m) (z - m), and the target's logit (0 in every part but one). A part that sees nothing of a token holds
+m = the lowest finite number and zeros, which the merge ignores without a special case (an infinite m would give inf - inf).
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MAXIMUM, TOTAL, MOMENT, TARGET = range(4)
+
+
+def no_statistics(num_tokens: int, like: Tensor) -> Tensor:
+    """[4, num_tokens] of tokens of which nothing was seen."""
+    statistics = like.new_zeros(4, num_tokens)
+    statistics[MAXIMUM] = torch.finfo(like.dtype).min
+    return statistics
+
+
+def merge(parts: Tensor) -> Tensor:
+    """[parts, 4, T] to [4, T]."""
+    maximum = parts[:, MAXIMUM].amax(0)
+    shift = parts[:, MAXIMUM] - maximum  # never positive: exp cannot overflow
+    scale = shift.exp()
+    total = parts[:, TOTAL] * scale
+    moment = scale * (parts[:, MOMENT] + shift * parts[:, TOTAL])
+    return torch.stack([maximum, total.sum(0), moment.sum(0), parts[:, TARGET].sum(0)])
+
+
+def merge_across_ranks(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Of each rank's vocabulary shard to the whole vocabulary, [4, T]; one collective, and the same bits on every rank.
+
+    An all-gather of the four rows takes the place of one all-reduce of the maxima and one of the sums: half the latency.
+    """
+    if group is None or group.size() == 1:
+        return statistics
+    parts = statistics.new_empty(group.size() * 4, statistics.shape[1])
+    dist.all_gather_into_tensor(parts, statistics.contiguous(), group=group)
+    return merge(parts.view(group.size(), 4, -1))
+
+
+def log_probability(statistics: Tensor) -> Tensor:
+    """[T], of merged statistics. The maximum goes first, so that a large logit costs no digits of log p."""
+    return statistics[TARGET] - statistics[MAXIMUM] - statistics[TOTAL].log()
+
+
+def entropy(statistics: Tensor) -> Tensor:
+    """[T], in nats, of merged statistics."""
+    return statistics[TOTAL].log() - statistics[MOMENT] / statistics[TOTAL]

@@ -1,0 +1,63 @@
+"""Where the gradient of the output weight goes, and what autograd is told about it."""
+
+import torch
+import torch.utils.deterministic
+from torch import Tensor
+
+from megatron_rl.keep_set.accumulate import accumulation_dtype, product
+
+
+class WeightGradient:
+    """Adds to Megatron's `weight.main_grad` in place where it exists, else to a dense gradient of its own.
+
+    Megatron's protocol (its own fused linear layer keeps the same one): a parameter of its DDP carries `grad_added_to_main_grad`;
+    set, it tells the backward hook not to add what autograd delivers. A gradient has to be delivered all the same, or the
+    hook does not run and the bucket is never reduced: an uninitialised tensor, never read. `zero_out_wgrad` (an embedding tied to the
+    output layer) says that autograd will add the embedding's gradient to it and that the hook will add the sum: zeros then.
+    """
+
+    def __init__(self, weight: Tensor, *, is_dense: bool):
+        """is_dense: rows may be added to more than once, so that a bf16 sum needs a wider buffer."""
+        self.weight = weight
+        main_grad = getattr(weight, "main_grad", None)
+        self.is_fused = main_grad is not None
+        if main_grad is None:
+            wide = accumulation_dtype(weight) if is_dense else weight.dtype
+            main_grad = torch.zeros_like(weight, dtype=wide, requires_grad=False)
+        self.target = main_grad
+
+    def add_rows(self, rows: Tensor, values: Tensor) -> None:
+        """target[rows] += values; rows int [n] are distinct, so the order of adding is no matter. values [n, H] fp32."""
+        if self.target.dtype == values.dtype:
+            self.target.index_add_(0, rows, values)
+        else:
+            self.target[rows] = (self.target[rows] + values).to(self.target.dtype)
+
+    def add_product(self, first_row: int, left: Tensor, right: Tensor) -> None:
+        """target[first_row : first_row + k] += left^T right; left [N, k] fp32, right [N, H]."""
+        part = self.target[first_row : first_row + left.shape[1]]
+        if part.dtype == left.dtype == right.dtype:
+            part.addmm_(left.t(), right)
+        else:
+            part.copy_(part + product(left.t(), right))
+
+    def for_autograd(self) -> Tensor | None:
+        """What backward returns for the weight."""
+        if not self.is_fused:
+            return self.target.to(self.weight.dtype)
+        if not hasattr(self.weight, "grad_added_to_main_grad"):
+            return None
+        self.weight.grad_added_to_main_grad = True
+        if getattr(self.weight, "zero_out_wgrad", False):
+            return torch.zeros_like(self.weight, requires_grad=False)
+        return _untouched_like(self.weight)
+
+
+def _untouched_like(weight: Tensor) -> Tensor:
+    """Uninitialised memory that is not filled either: deterministic mode would write NaN into all [V, H] of it."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        return torch.empty_like(weight, requires_grad=False)
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill
