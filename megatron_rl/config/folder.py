@@ -40,6 +40,15 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def examples(self) -> Path:
+        """Rollouts that one can read, a text file a step."""
+        return self.path / "rollouts"
+
+    @property
     def summary_file(self) -> Path:
         return self.path / "summary.json"
 

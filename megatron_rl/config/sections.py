@@ -22,6 +22,8 @@ class Run(Section):
     steps: Positive
     """Training steps of the whole run; a resumed run ends at the same step."""
     seed: NonNegative = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where the NVIDIA driver is loaded, else cpu."""
     deterministic: bool = False
     """Refuse every operation whose result could differ from run to run."""
 

@@ -1,5 +1,8 @@
 """The whole configuration of a run, and the rules that hold between its sections."""
 
+from pathlib import Path
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from megatron_rl.config.sections import (
@@ -41,6 +44,24 @@ class Config(Section):
     def sampling(self) -> Sampling:
         r = self.rollouts
         return Sampling(temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, max_new_tokens=r.max_new_tokens)
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """Decided without torch: the orchestrator and the workers run without it."""
+        if self.run.device != "auto":
+            return self.run.device
+        return "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
+
+    @property
+    def transport(self) -> Literal["gloo", "nccl"]:
+        asked = self.weight_sync.transport
+        return asked if asked != "auto" else ("nccl" if self.device == "cuda" else "gloo")
+
+    @property
+    def keep_set_source(self) -> Literal["native", "processed_logprobs"]:
+        """Which of the engine's two ways to tell a keep-set is used; one choice for the whole run."""
+        asked = self.rollouts.keep_set_source
+        return asked if asked != "auto" else ("native" if self.device == "cuda" else "processed_logprobs")
 
     @property
     def rollouts_per_step(self) -> int:
@@ -102,7 +123,7 @@ def _sequence_fits_microbatch(c: Config) -> str | None:
 
 
 def _top_k_fits_keep_set(c: Config) -> str | None:
-    if c.rollouts.keep_set_source == "processed_logprobs" and c.rollouts.top_k > c.rollouts.max_keep_set:
+    if c.keep_set_source == "processed_logprobs" and c.rollouts.top_k > c.rollouts.max_keep_set:
         return f"rollouts.top_k = {c.rollouts.top_k} is above rollouts.max_keep_set = {c.rollouts.max_keep_set}: sets could not be complete"
     return None
 

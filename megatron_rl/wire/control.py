@@ -8,7 +8,9 @@ The orchestrator serves; workers and trainer are its clients:
     trainer  POST /step      StepReport    -> Ack            an optimizer step is done
     trainer  POST /weights   WeightsReport -> Ack            version v is on the servers named; the others are out of the fleet
     trainer  POST /probe     ProbeRequest  -> ProbeOrder     probe rollouts sampled after the last update
+    trainer  POST /probed    ProbeReport   -> Ack            how far the trainer's scores of the probe are from the servers'
     trainer  POST /saved     SavedReport   -> Ack            a checkpoint lies in the folder named
+    trainer  POST /progress  Progress      -> Ack            how far a phase without orders has come (the supervised start, the export)
     anyone   GET  /status                  -> Status
 """
 
@@ -25,7 +27,9 @@ KEY_HEADER = "x-megatron-rl-key"
 
 @dataclass(frozen=True)
 class Ack:
-    """Received."""
+    """Received. stop: leave as soon as nothing is lost by it."""
+
+    stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,24 @@ class ProbeOrder:
 
 
 @dataclass(frozen=True)
+class ProbeReport:
+    version: int
+    abs_dlogp: dict[str, float]
+    """Rollout uid to its mean |log p_trainer - log p_rollout|, with every replay on."""
+
+
+@dataclass(frozen=True)
 class SavedReport:
     step: int
     folder: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    phase: str
+    done: int
+    total: int
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

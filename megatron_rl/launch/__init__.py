@@ -1,0 +1,1 @@
+"""The command line, and the start of a run on this machine."""

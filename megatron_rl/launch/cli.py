@@ -1,0 +1,104 @@
+"""The command line."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_rl.config import ConfigError, check_startable, load_config, run_folder
+from megatron_rl.processes import PortError, ProcessError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="""Asynchronous RL of large mixture-of-experts models: Megatron-Core trains, vLLM samples, both score the same policy.
+
+A run is one TOML file; every value in it can be overridden on the command line:
+
+    megatron-rl train model_configs/tiny-moe-cpu.toml --rollouts.top_p 0.9 --run.name narrower
+
+Begin with `megatron-rl train CONFIG --dry-run`, which starts nothing and prints what would run where.""",
+)
+convert = typer.Typer(no_args_is_help=True, help="Hugging Face folders to Megatron checkpoints, and back.")
+app.add_typer(convert, name="convert")
+
+Overrides = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command(context_settings=Overrides)
+def train(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="A TOML file, for example model_configs/tiny-moe-cpu.toml.", show_default=False)],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint of the run's folder.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print configuration, layout and processes; start nothing.")] = False,
+) -> None:
+    """Train a policy: rollouts by vLLM, training by Megatron-Core, at the same time.
+
+    Further words override the file: `--section.key value` (TOML notation; `none` removes a key).
+    Everything that the run writes lies in `run.folder/run.name`. Ctrl-C stops all processes, after a checkpoint.
+    A finished or stopped run goes on with: `megatron-rl train runs/NAME/config.toml --resume`.
+    """
+    from megatron_rl.launch.local import dry_run_text, run_locally
+
+    with _user_errors():
+        loaded = load_config(config, context.args)
+        if dry_run:
+            typer.echo(dry_run_text(loaded))
+            return
+        folder = run_folder(loaded)
+        check_startable(folder, resume)
+        run_locally(loaded, folder, resume)
+
+
+@convert.command("hf-to-megatron")
+def hf_to_megatron(
+    source: Annotated[Path, typer.Argument(help="Hugging Face folder: config.json, safetensors.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder to make; any layout loads it.", show_default=False)],
+) -> None:
+    """Write a Megatron dist-checkpoint of a Hugging Face model."""
+    from megatron_rl.launch.convert import convert_hf_to_megatron
+
+    with _user_errors():
+        convert_hf_to_megatron(source, out)
+
+
+@convert.command("megatron-to-hf")
+def megatron_to_hf(
+    source: Annotated[Path, typer.Argument(help="A checkpoint of a run (checkpoints/step_...) or of hf-to-megatron.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Hugging Face folder to make.", show_default=False)],
+) -> None:
+    """Write a Hugging Face folder of a Megatron dist-checkpoint."""
+    from megatron_rl.launch.convert import convert_megatron_to_hf
+
+    with _user_errors():
+        convert_megatron_to_hf(source, out)
+
+
+class _user_errors:
+    """A user's mistake ends with its message and status 2, a failed run with status 1; other exceptions keep their traceback."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind, error, trace) -> bool:
+        from megatron_rl.orchestrator import RunFailed
+
+        if error is None:
+            return False
+        if isinstance(error, RunFailed | ProcessError):
+            typer.secho(f"megatron-rl: the run has failed: {error}", fg="red", err=True)
+            raise typer.Exit(1) from error
+        if isinstance(error, ConfigError | PortError | ValueError | OSError):
+            typer.secho(f"megatron-rl: {error}", fg="red", err=True)
+            raise typer.Exit(2) from error
+        return False
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

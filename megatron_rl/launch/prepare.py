@@ -1,0 +1,75 @@
+"""The model of a run, checked and laid ready before anything is started; a process of its own, since it needs torch.
+
+    python -m megatron_rl.launch.prepare CONFIG_TOML MODEL_FOLDER      makes MODEL_FOLDER and prints what the model is, as JSON
+    python -m megatron_rl.launch.prepare CONFIG_TOML                   only checks and prints
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from megatron_rl.config import Config, ConfigError, load_config
+from megatron_rl.conversion import CheckpointError, HfCheckpoint, make_random_model
+from megatron_rl.layouts import ParameterTable, Placement
+from megatron_rl.topology import Layout
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def prepare(config: Config, folder: Path | None) -> dict[str, object]:
+    """Check the model against config and layout and, with a folder, put it there. Raises ValueError that says what does not fit."""
+    if config.model.path is None:
+        hf_config = dict(config.model.architecture or {})
+    else:
+        checkpoint = HfCheckpoint.open(config.model.path)
+        hf_config = checkpoint.config
+        checkpoint.check(ParameterTable(hf_config))
+        if not (config.model.path / TOKENIZER_FILE).exists():
+            raise ConfigError(f"model.path = {config.model.path}: {TOKENIZER_FILE} is not there; save the tokenizer beside the weights")
+    described = describe(hf_config, config)
+    if folder is not None and not folder.exists():
+        if config.model.path is None:
+            make_random_model(folder, hf_config, seed=config.run.seed)
+        else:
+            folder.symlink_to(config.model.path.resolve(), target_is_directory=True)
+    return described
+
+
+def describe(hf_config: dict, config: Config) -> dict[str, object]:
+    """What the model is and how the layout cuts it, as plain values for a person; raises when it does not fit."""
+    layout: Layout = config.parallel
+    table = ParameterTable(hf_config, padded_vocab_size=layout.padded_vocab_size(int(hf_config.get("vocab_size", 0))))
+    model = table.architecture
+    placement = Placement(table, layout)
+    if config.model.max_sequence_length > model.max_position_embeddings:
+        raise ConfigError(
+            f"model.max_sequence_length = {config.model.max_sequence_length} is above the model's max_position_embeddings = "
+            f"{model.max_position_embeddings}"
+        )
+    held = [sum(_elements(p.shape) for p in placement.held_by(rank).values()) for rank in range(layout.world_size)]
+    return {
+        "model_type": model.model_type, "parameters": table.num_parameters, "layers": model.num_layers, "moe_layers": len(model.moe_layers),
+        "experts": model.moe.num_experts if model.moe else 0, "experts_per_token": model.moe.top_k if model.moe else 0,
+        "vocab_size": model.vocab_size, "parameters_per_rank_max": max(held), "parameters_per_rank_min": min(held),
+    }  # fmt: skip
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        described = prepare(load_config(Path(arguments[0])), Path(arguments[1]) if len(arguments) > 1 else None)
+    except (ValueError, CheckpointError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(described))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

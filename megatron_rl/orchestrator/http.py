@@ -1,0 +1,73 @@
+"""The orchestrator's HTTP side: one POST route a message type, behind the run's key."""
+
+import asyncio
+import contextlib
+import hmac
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+
+import uvicorn
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from megatron_rl.wire.control import KEY_HEADER, Status, decode, encode
+
+Handler = Callable[..., Awaitable[object]]
+
+
+def control_app(key: str, handlers: Mapping[str, tuple[type, Handler]], status: Callable[[], Status]) -> Starlette:
+    """handlers: path to (message type, coroutine that takes the message and returns the answer)."""
+
+    def allowed(request: Request) -> bool:
+        return hmac.compare_digest(request.headers.get(KEY_HEADER, ""), key)
+
+    def post(kind: type, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            if not allowed(request):
+                return PlainTextResponse(f"{request.url.path}: the header {KEY_HEADER} does not hold this run's key", 401)
+            try:
+                message = decode(await request.body(), kind)
+            except ValidationError as error:
+                return PlainTextResponse(f"{request.url.path}: not a {kind.__name__}: {error}", 400)
+            return Response(encode(await handler(message)), media_type="application/json")
+
+        return endpoint
+
+    async def get_status(request: Request) -> Response:
+        if not allowed(request):
+            return PlainTextResponse("the run's key is missing", 401)
+        return Response(encode(status()), media_type="application/json")
+
+    routes = [Route(path, post(kind, handler), methods=["POST"]) for path, (kind, handler) in handlers.items()]
+    return Starlette(routes=[*routes, Route("/status", get_status, methods=["GET"])])
+
+
+class _WithoutSignals(uvicorn.Server):
+    """Ctrl-C belongs to the orchestrator's loop, which stops everything in order."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Starlette, listener: socket.socket):
+    """The app on a socket that already listens, for as long as the block runs."""
+    server = _WithoutSignals(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.listen(1024)
+    return listener

@@ -1,0 +1,292 @@
+"""The asynchronous loop of a run: one event loop, no torch, only summaries.
+
+      ┌───────────── /work ◀── admission: staleness bound (state) ◀──────────────┐
+      ▼                                                                          │ version v + 1
+   workers ── /groups ──▶ ledger, buffer ── a step's groups ──▶ plan in the spool │
+      ▲                                                              │ /order: train
+      │ groups go only to servers that are ready                     ▼           │
+    fleet ── joined: /order: sync ─────────────────────────────▶ trainer ── /step, /weights, /probed
+      ▲                                                              │
+      └──────────────── condemn(server) ◀── probe off ───────────────┘
+
+   coroutine     consumes                      waits for                            unblocked by
+   handlers      one message each              what its answer needs (long poll)    _changed
+   _watch        child processes               a death                              every 0.2 s
+   _follow_fleet fleet.events                  joined, left, given_up               fleet
+   fleet.run     servers                       health                               its own clock
+
+Shutdown, in this order: stop_requested is set (Ctrl-C, the last step, or a failure); workers are told to stop; the trainer is told
+to save, then to stop; trainer, workers and servers are waited for, and killed after a grace.
+"""
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rl.batching import Spool, build_probe, build_step
+from megatron_rl.config import Config, RunFolder
+from megatron_rl.orchestrator.observer import Observer
+from megatron_rl.orchestrator.probes import Probe
+from megatron_rl.orchestrator.state import RunState
+from megatron_rl.processes import Child
+from megatron_rl.records import GroupTask, write_atomically
+from megatron_rl.rollouts.fleet import Fleet
+from megatron_rl.wire.control import (
+    Ack, GroupReport, Order, OrderRequest, ProbeOrder, ProbeReport, ProbeRequest, Progress, SavedReport, Status, StepReport, WeightsReport,
+    WorkOrder, WorkRequest,
+)  # fmt: skip
+
+MAX_FAILURES_IN_A_ROW = 50
+"""Groups that fail one after the other, without one that succeeds, before the run is given up: it would never make a step."""
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on; the message names what failed and what can be done."""
+
+
+class Orchestrator:
+    """Owns the state of the run and answers workers and trainer. `observe` gets every step's metrics and every event."""
+
+    def __init__(self, config: Config, folder: RunFolder, state: RunState, fleet: Fleet, observe: Observer, step: int = 0):
+        self.config, self.folder, self.state, self.fleet, self.observe = config, folder, state, fleet, observe
+        self.spool = Spool(folder.path)
+        self.step = step
+        """The step that the trainer does next; also the version of its weights."""
+        self.saved_step = step
+        """Nothing is lost by leaving here: a step that was saved, or the start."""
+        self.stop_requested = False
+        self.finished = False
+        self._probe: Probe | None = None
+        self._plan_file: str | None = None
+        self._batch_examples: dict[str, tuple[dict, ...]] = {}
+        self._changed = asyncio.Condition()
+        self._failure: RunFailed | None = None
+        self._token_clock = time.monotonic()
+        self._tokens = 0
+
+    @property
+    def handlers(self) -> dict[str, tuple[type, Callable]]:
+        return {
+            "/work": (WorkRequest, self.on_work), "/groups": (GroupReport, self.on_group), "/order": (OrderRequest, self.on_order),
+            "/step": (StepReport, self.on_step), "/weights": (WeightsReport, self.on_weights), "/probe": (ProbeRequest, self.on_probe),
+            "/probed": (ProbeReport, self.on_probed), "/saved": (SavedReport, self.on_saved), "/progress": (Progress, self.on_progress),
+        }  # fmt: skip
+
+    # ---- workers
+
+    async def on_work(self, request: WorkRequest) -> WorkOrder:
+        tasks: tuple[GroupTask, ...] = ()
+
+        def found() -> bool:
+            nonlocal tasks
+            tasks = () if self.stop_requested else self._deal(request.slots)
+            return bool(tasks) or self.stop_requested
+
+        await self._wait_until(found, request.wait_s)
+        return WorkOrder(tasks, stop=self.stop_requested)
+
+    def _deal(self, slots: int) -> tuple[GroupTask, ...]:
+        """Probes first, since the trainer waits for them; then groups, each to the ready server with the fewest in flight."""
+        tasks = []
+        while self._probe and self._probe.waiting and len(tasks) < slots:
+            tasks.append(self._probe.take())
+        ready = self.fleet.ready()
+        while ready and len(tasks) < slots:
+            server = min(ready, key=lambda s: self.state.in_flight_on(s.url))
+            if not self.state.groups_to_begin(server.version):
+                break
+            tasks.append(self.state.begin(server.url, server.version))
+        return tuple(tasks)
+
+    async def on_group(self, report: GroupReport) -> Ack:
+        result = report.result
+        if self._probe and result.uid in self._probe.under_way:
+            self._probe.end(result)
+        elif self.state.end(result):
+            self._tokens += sum(r.num_completion_tokens for r in result.rollouts)
+            self._batch_examples[result.uid] = result.examples
+        if result.failure == "server":
+            self.fleet.group_failed(result.server, result.message)
+        elif result.failure is None:
+            self.fleet.group_succeeded(result.server)
+        if result.failure is not None:
+            self.observe.event(f"group {result.uid} failed ({result.failure}): {result.message}")
+        failures = sum(self.state.recent_failures.values())
+        if failures >= MAX_FAILURES_IN_A_ROW:
+            self.fail(f"{failures} groups in a row have failed {dict(self.state.recent_failures)}, the last by {self.state.last_failure}")
+        await self._tell()
+        return Ack()
+
+    # ---- the trainer
+
+    async def on_order(self, request: OrderRequest) -> Order:
+        if request.step != self.step:
+            self.fail(f"the trainer is at step {request.step}, the orchestrator at step {self.step}: start again with --resume")
+        order = Order("wait")
+
+        def decided() -> bool:
+            nonlocal order
+            order = self._next_order()
+            return order.kind != "wait"
+
+        await self._wait_until(decided, request.wait_s)
+        return order
+
+    def _next_order(self) -> Order:
+        done = self.step >= self.config.run.steps
+        if self._failure or self.finished:
+            return Order("stop")
+        due = self.step and self.step % self.config.checkpoint.every == 0
+        if (due or done or self.stop_requested) and self.saved_step != self.step:
+            return Order("save")
+        if done or self.stop_requested:
+            self.stop_requested = self.finished = True
+            return Order("stop")
+        stale = self.fleet.to_sync(self.step)
+        if stale and not self._starting():
+            return Order("sync", servers=tuple(s.url for s in stale))
+        if self._plan_file is None and (groups := self.state.take_step()):
+            plan = build_step(self.step, groups, self.config.objective.advantage)
+            self._plan_file = self.spool.write_plan(plan)
+            self.observe.batch(plan.summary, [e for g in groups for e in self._batch_examples.pop(g.uid, ())])
+        return Order("train", plan_file=self._plan_file) if self._plan_file else Order("wait")
+
+    def _starting(self) -> bool:
+        """At the start of a run the trainer waits for all servers, so that one update serves them all."""
+        never_synced = all(s.version is None for s in self.fleet.servers)
+        return never_synced and any(s.state == "starting" for s in self.fleet.servers)
+
+    async def on_step(self, report: StepReport) -> Ack:
+        self.state.ledger.trained(report.step)
+        self.step, self._plan_file = report.step + 1, None
+        now = time.monotonic()
+        rate, self._token_clock, self._tokens = self._tokens / (now - self._token_clock), now, 0
+        self.observe.step(report.step, report.metrics, rollout_tokens_per_s=rate, ledger=self.state.ledger.summary())
+        await self._tell()
+        return Ack()
+
+    async def on_weights(self, report: WeightsReport) -> Ack:
+        for url in report.servers:
+            self.fleet.synced(url, report.version)
+        for url, reason in report.failed.items():
+            self.fleet.condemn(url, reason)
+            self.observe.event(f"{url}: {reason}")
+        if report.version % self.config.weight_sync.probe_every == 0 and report.servers:
+            self._probe = Probe.on(list(report.servers), report.version, self.config.weight_sync.probe_prompts)
+        await self._tell()
+        return Ack()
+
+    async def on_probe(self, request: ProbeRequest) -> ProbeOrder:
+        probe = self._probe
+        if probe is None or probe.version != request.version:
+            return ProbeOrder(ready=True)
+        await self._wait_until(lambda: probe.ended or self.stop_requested, request.wait_s)
+        if not probe.ended:
+            return ProbeOrder(ready=self.stop_requested)
+        if not probe.results:
+            return ProbeOrder(ready=True)
+        return ProbeOrder(ready=True, plan_file=self.spool.write_plan(build_probe(request.version, probe.results), kind="probe"))
+
+    async def on_probed(self, report: ProbeReport) -> Ack:
+        if self._probe and self._probe.version == report.version:
+            for server, reason in self._probe.verdict(report.abs_dlogp, self.config.probe_tolerance).items():
+                self.fleet.condemn(server, reason)
+                self.observe.event(f"{server}: {reason}")
+            self._probe = None
+        return Ack()
+
+    async def on_saved(self, report: SavedReport) -> Ack:
+        """The trainer's part lies in a folder with another name; with the orchestrator's part the checkpoint is whole, and gets its own."""
+        aside = Path(report.folder)
+        write_atomically(aside / "orchestrator.json", json.dumps({"step": report.step, **self.state.to_json()}).encode())
+        final = self.folder.checkpoint(report.step)
+        if final.exists():
+            shutil.rmtree(final)
+        aside.rename(final)
+        self.saved_step = report.step
+        for _, old in self.folder.whole_checkpoints()[: -self.config.checkpoint.keep]:
+            shutil.rmtree(old)
+        self.observe.event(f"checkpoint: {final}")
+        await self._tell()
+        return Ack()
+
+    async def on_progress(self, report: Progress) -> Ack:
+        self.observe.progress(report)
+        return Ack(stop=self.stop_requested)
+
+    # ---- the loop
+
+    async def run(self, children: list[Child]) -> None:
+        """Until the trainer has left. Raises RunFailed; the children are the caller's to stop."""
+        tasks = [asyncio.create_task(c) for c in (self._watch(children), self._follow_fleet(), self.fleet.run())]
+        try:
+            while not (self.finished and self._trainers_left(children)) and self._failure is None:
+                done, _ = await asyncio.wait(tasks, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                tasks = [t for t in tasks if t not in done]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if self._failure:
+            raise self._failure
+
+    def request_stop(self) -> None:
+        """Ctrl-C: finish the step under way, save, stop."""
+        self.stop_requested = True
+        asyncio.get_running_loop().create_task(self._tell())
+
+    def fail(self, reason: str) -> None:
+        self._failure = self._failure or RunFailed(reason)
+        self.stop_requested = True
+
+    async def _watch(self, children: list[Child]) -> None:
+        """A child that ends ends the run, except one that was told to stop and left well."""
+        while True:
+            for child in children:
+                status = child.poll()
+                if status is not None and not (self.stop_requested and status == 0):
+                    self.fail(child.failure())
+                    await self._tell()
+            await asyncio.sleep(0.2)
+
+    def _trainers_left(self, children: list[Child]) -> bool:
+        return all(c.poll() is not None for c in children if c.name.startswith("trainer"))
+
+    async def _follow_fleet(self) -> None:
+        while True:
+            event = await self.fleet.events.get()
+            if event.kind != "joined":
+                lost = self.state.lose_server(event.url)
+                if self._probe:
+                    self._probe.lose_server(event.url)
+                self.observe.event(f"server {event.slot} at {event.url} {event.kind.replace('_', ' ')}: {event.reason}; {lost} groups are drawn again")
+            if all(s.state == "given_up" for s in self.fleet.servers):
+                self.fail(f"no rollout server is left; the last: {event.reason}; see {self.folder.logs}/server-*.log")
+            await self._tell()
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait_until(self, holds: Callable[[], bool], timeout_s: float) -> None:
+        """Until `holds()` is true, asked again at each change, or until the time is over. `holds` may take what it finds."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        async with self._changed:
+            while not holds():
+                left = deadline - asyncio.get_running_loop().time()
+                if left <= 0:
+                    return
+                try:
+                    async with asyncio.timeout(left):
+                        await self._changed.wait()
+                except TimeoutError:
+                    return
+
+    def status(self) -> Status:
+        version = min((s.version for s in self.fleet.ready()), default=-1)
+        return Status(self.step, version, {s.url or f"server {s.slot}": s.state for s in self.fleet.servers})

@@ -1,0 +1,54 @@
+"""Probe rollouts: sampled right after a weight update as in training, scored by the trainer at equal weights, never trained on."""
+
+from dataclasses import dataclass, field
+
+from megatron_rl.records import GroupResult, GroupTask
+
+
+@dataclass
+class Probe:
+    """The probe of one version: the tasks that wait for a worker, those under way, and what came back."""
+
+    version: int
+    waiting: list[GroupTask]
+    under_way: dict[str, GroupTask] = field(default_factory=dict)
+    results: list[GroupResult] = field(default_factory=list)
+
+    @classmethod
+    def on(cls, servers: list[str], version: int, num_prompts: int) -> "Probe":
+        """Prompts dealt out in turn, at least one for each server, so that each server's weights are checked."""
+        tasks = [
+            GroupTask(f"probe{version}p{i}", version * num_prompts + i, 0, 1, servers[i % len(servers)], probe=True)
+            for i in range(max(num_prompts, len(servers)))
+        ]
+        return cls(version, tasks)
+
+    def take(self) -> GroupTask:
+        task = self.waiting.pop(0)
+        self.under_way[task.uid] = task
+        return task
+
+    def end(self, result: GroupResult) -> None:
+        if self.under_way.pop(result.uid, None) is not None and result.failure is None:
+            self.results.append(result)
+
+    def lose_server(self, server: str) -> None:
+        self.waiting = [t for t in self.waiting if t.server != server]
+        self.under_way = {uid: t for uid, t in self.under_way.items() if t.server != server}
+
+    @property
+    def ended(self) -> bool:
+        return not self.waiting and not self.under_way
+
+    def verdict(self, abs_dlogp: dict[str, float], tolerance: float) -> dict[str, str]:
+        """Server to reason, for those whose mean |log p_trainer - log p_rollout| is above the tolerance."""
+        by_server: dict[str, list[float]] = {}
+        for result in self.results:
+            by_server.setdefault(result.server, []).extend(abs_dlogp[r.uid] for r in result.rollouts if r.uid in abs_dlogp)
+        means = {server: sum(values) / len(values) for server, values in by_server.items() if values}
+        return {
+            server: f"the probe after version {self.version} is off by {mean:.3g} (mean |log p_trainer - log p_rollout|, "
+            f"tolerance {tolerance:g}): the server does not hold the trainer's weights"
+            for server, mean in means.items()
+            if not mean <= tolerance  # a NaN is off too
+        }

@@ -1,0 +1,89 @@
+"""The bookkeeping of a run: which prompts are drawn, in flight, buffered, planned, trained. Pure: no clock, no network, no files."""
+
+from collections import Counter
+from typing import Any
+
+from megatron_rl.config import Config
+from megatron_rl.records import GroupResult, GroupTask
+from megatron_rl.rollouts.buffer import GroupBuffer
+from megatron_rl.rollouts.ledger import Ledger
+
+
+class RunState:
+    """Buffer and ledger moved together, so that every prompt is in exactly one place."""
+
+    def __init__(self, config: Config, ledger: Ledger, buffer: GroupBuffer):
+        self._config = config
+        self.ledger, self.buffer = ledger, buffer
+        self._tasks: dict[str, GroupTask] = {}
+        self.recent_failures: Counter[str] = Counter()
+        """Failures by kind since the last group that succeeded."""
+        self.last_failure = ""
+
+    @classmethod
+    def new(cls, config: Config) -> "RunState":
+        r = config.rollouts
+        buffer = GroupBuffer(prompts_per_step=r.prompts_per_step, max_staleness=r.max_staleness)
+        return cls(config, Ledger(max_attempts=r.max_attempts), buffer)
+
+    @classmethod
+    def from_json(cls, config: Config, state: dict[str, Any]) -> "RunState":
+        """As it was at the checkpoint; what was in flight there is drawn again."""
+        r = config.rollouts
+        ledger = Ledger.from_json(state["ledger"], max_attempts=r.max_attempts)
+        ledger.interrupt()
+        buffer = GroupBuffer.from_json(state["buffer"], prompts_per_step=r.prompts_per_step, max_staleness=r.max_staleness)
+        return cls(config, ledger, buffer)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ledger": self.ledger.to_json(), "buffer": self.buffer.to_json()}
+
+    def groups_to_begin(self, version: int) -> int:
+        """How many groups the staleness bound admits now."""
+        return self.buffer.admissible(version, self._config.rollouts.concurrent_groups)
+
+    def begin(self, server: str, version: int) -> GroupTask:
+        """Draw the next prompt for a server that holds `version`."""
+        draw = self.ledger.draw()
+        uid = f"g{draw.prompt_index:07d}a{draw.attempt}"
+        task = GroupTask(uid, draw.prompt_index, draw.attempt, self._config.rollouts.samples_per_prompt, server)
+        self.buffer.begin(draw.prompt_index, version)
+        self._tasks[uid] = task
+        return task
+
+    def end(self, result: GroupResult) -> bool:
+        """A group has ended, well or not. False: it is not (or no longer) in flight, and its result is ignored."""
+        if self._tasks.pop(result.uid, None) is None:
+            return False
+        if result.failure is None:
+            self.ledger.finish(result.prompt_index, [r.num_completion_tokens for r in result.rollouts])
+            self.buffer.finish(result)
+            self.recent_failures.clear()
+        else:
+            self.recent_failures[result.failure] += 1
+            self.last_failure = f"{result.failure}: {result.message}"
+            self.buffer.abandon(result.prompt_index)
+            # a server's death is no fault of the prompt: it goes elsewhere, however often that happens
+            reason = "interrupted" if result.failure == "server" else result.failure
+            self.ledger.discard(result.prompt_index, reason, [r.num_completion_tokens for r in result.rollouts])
+        return True
+
+    def lose_server(self, server: str) -> int:
+        """The server has left: what was in flight on it is drawn again. Returns the number of groups."""
+        lost = [task for task in self._tasks.values() if task.server == server]
+        for task in lost:
+            self.end(GroupResult(task.uid, task.prompt_index, task.attempt, server, failure="server", message="left the fleet"))
+        return len(lost)
+
+    def take_step(self) -> tuple[GroupResult, ...] | None:
+        """The groups of the next step, or None while they are not there; groups that became too old are drawn again."""
+        for group in self.buffer.evict_stale():
+            self.ledger.discard(group.prompt_index, "stale")
+        step = self.buffer.next_step
+        groups = self.buffer.take_batch()
+        if groups is not None:
+            self.ledger.plan([g.prompt_index for g in groups], step)
+        return groups
+
+    def in_flight_on(self, server: str) -> int:
+        return sum(task.server == server for task in self._tasks.values())
