@@ -1,0 +1,72 @@
+"""What the sinks write: one row of values a step; and the file in which a run keeps them."""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Phase = Literal["train", "supervised"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The values of one step. seconds: since the row before it, or since the start of the process."""
+
+    step: int
+    values: Mapping[str, float]
+    phase: Phase = "train"
+    seconds: float = 0.0
+    time: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+
+
+class JsonLines:
+    """metrics.jsonl: {"phase": ..., "step": ..., "seconds": ..., "time": ..., name: value, ...}, one line a step, flushed.
+
+    A value that is no finite number is written as null, which every JSON reader takes. A resumed run goes on in the same file.
+    """
+
+    def __init__(self, path: Path):
+        self._file = open(path, "a+b")  # noqa: SIM115 - open until close()
+        if self._file.tell() and not _ends_with_newline(path):
+            self._file.write(b"\n")  # the process before this one died within a line
+
+    def write(self, row: Row) -> None:
+        head = {"phase": row.phase, "step": row.step, "seconds": round(row.seconds, 3), "time": round(row.time, 3)}
+        values = {name: value if math.isfinite(value) else None for name, value in row.values.items()}
+        self._file.write(json.dumps(head | values).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_rows(path: Path, phase: Phase = "train") -> list[Row]:
+    """The rows of a phase by rising step. Of a step that a resumed run did again the last row counts; a line cut by a crash is passed over."""
+    rows: dict[int, Row] = {}
+    for line in path.read_bytes().splitlines():
+        row = _parse(line)
+        if row is not None and row.phase == phase:
+            rows[row.step] = row
+    return [rows[step] for step in sorted(rows)]
+
+
+def series(rows: Sequence[Row], name: str) -> list[float]:
+    """The values of one name in the rows that have it."""
+    return [row.values[name] for row in rows if name in row.values]
+
+
+def _parse(line: bytes) -> Row | None:
+    try:
+        record = json.loads(line)
+        head = {key: record.pop(key) for key in ("phase", "step", "seconds", "time")}
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return None
+    return Row(**head, values={name: float("nan") if value is None else float(value) for name, value in record.items()})
+
+
+def _ends_with_newline(path: Path) -> bool:
+    return path.read_bytes()[-1:] == b"\n"

@@ -1,0 +1,92 @@
+"""A finished run in a few numbers: from metrics.jsonl to a table and summary.json.
+
+Read from each training row, where they are there:
+    plan's summary (batching.step.summarise)   reward_mean, keep_set_coverage, routing_coverage, singleton_share, staleness_mean,
+                                               staleness_max, num_tokens, num_loss_tokens, num_rollouts
+    objective's metrics                        mismatch_kl_k1, abs_dlogp_mean, ratio_mean, entropy_keep_set
+    the same of probe rollouts                 probe/abs_dlogp_mean, probe/ratio_mean, probe/num_loss_tokens
+    trainer and rollouts                       overhead_share, trainer_step_s, trainer_tokens_per_s, rollout_tokens_per_s
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.metrics.rows import Row, read_rows, series
+
+EDGE = 10
+"""Steps at either end of a run whose rewards are compared."""
+
+_WEIGHTED_MEANS = {
+    "keep_set_coverage": ("keep_set_coverage", "num_loss_tokens"),
+    "routing_coverage": ("routing_coverage", "num_tokens"),
+    "singleton_share": ("singleton_share", "num_loss_tokens"),
+    "staleness_mean": ("staleness_mean", "num_rollouts"),
+    "abs_dlogp_mean": ("probe/abs_dlogp_mean", "probe/num_loss_tokens"),
+    "ratio_mean": ("probe/ratio_mean", "probe/num_loss_tokens"),
+    "train_mismatch_kl_k1": ("mismatch_kl_k1", "num_loss_tokens"),
+    "train_abs_dlogp_mean": ("abs_dlogp_mean", "num_loss_tokens"),
+    "train_ratio_mean": ("ratio_mean", "num_loss_tokens"),
+    "overhead_share": ("overhead_share", "trainer_step_s"),
+    "trainer_tokens_per_s": ("trainer_tokens_per_s", "trainer_step_s"),
+    "rollout_tokens_per_s": ("rollout_tokens_per_s", "seconds"),
+}
+"""Key of the summary: the value in a row, and what it is weighted by (a row without the weight counts 1)."""
+
+
+def summarise_run(rows: Sequence[Row], supervised: Sequence[Row] = ()) -> dict[str, float]:
+    """The summary of the training rows; a key whose values were never measured is left out.
+
+    abs_dlogp_mean and ratio_mean are those of the probes, at equal weights; train_... are of the training batches, whose weights
+    are some versions apart. wall_time_s adds up the processes of a resumed run, without the time between them.
+    """
+    summary: dict[str, float] = {"steps": len(rows)}
+    for name in ("reward", "entropy"):
+        values = series(rows, {"reward": "reward_mean", "entropy": "entropy_keep_set"}[name])
+        if values:
+            summary[f"{name}_first{EDGE}"] = _mean(values[:EDGE])
+            summary[f"{name}_last{EDGE}"] = _mean(values[-EDGE:])
+    for key, (name, weight) in _WEIGHTED_MEANS.items():
+        pairs = [(row.values[name], _weight(row, weight)) for row in rows if name in row.values]
+        total = sum(w for _, w in pairs)
+        if total:
+            summary[key] = sum(value * w for value, w in pairs) / total
+    if worst := series(rows, "staleness_max"):
+        summary["staleness_max"] = max(worst)
+    wall_time = sum(row.seconds for row in [*supervised, *rows])
+    summary["wall_time_s"] = wall_time
+    summary["num_tokens"] = sum(series(rows, "num_tokens"))
+    training_time = sum(row.seconds for row in rows)
+    if training_time:
+        summary["tokens_per_s"] = summary["num_tokens"] / training_time
+    return summary
+
+
+def write_summary(metrics_file: Path, summary_file: Path) -> dict[str, float]:
+    """summary.json from metrics.jsonl; a value that is no finite number is written as null. Returns the summary."""
+    summary = summarise_run(read_rows(metrics_file), read_rows(metrics_file, "supervised"))
+    readable = {key: value if math.isfinite(value) else None for key, value in summary.items()}
+    summary_file.write_text(json.dumps(readable, indent=2) + "\n")
+    return summary
+
+
+def print_summary(summary: dict[str, float], console: Console | None = None) -> None:
+    """The table at a run's end."""
+    table = Table(title="Summary", show_header=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    for key, value in summary.items():
+        table.add_row(key, f"{value:.6g}")
+    (console or Console()).print(table)
+
+
+def _weight(row: Row, name: str) -> float:
+    return row.seconds if name == "seconds" else row.values.get(name, 1.0)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
