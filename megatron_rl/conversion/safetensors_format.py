@@ -65,6 +65,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             header = json.loads(stream.read(length))
         except ValueError as error:
             raise CheckpointError(f"{file}: not a safetensors file: its header is not JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: not a safetensors file: its header is not a JSON object")
     header.pop("__metadata__", None)
     return {name: _stored(file, name, entry, 8 + length, size) for name, entry in header.items()}
 
