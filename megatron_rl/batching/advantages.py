@@ -14,7 +14,7 @@ def group_mean(rewards: np.ndarray) -> np.ndarray:
 
 
 def group_mean_std(rewards: np.ndarray) -> np.ndarray:
-    """f64 [n]: the same over the group's standard deviation (that of the group itself, divisor n); 0 where all rewards are equal."""
+    """f64 [n]: the same over the group's standard deviation (of the group itself: divisor n); 0 where all rewards are equal."""
     centred = group_mean(rewards)
     deviation = np.sqrt(np.mean(centred**2)) if len(centred) else 0.0
     return centred / deviation if deviation > 0 else centred

@@ -9,7 +9,7 @@ import numpy as np
 from megatron_rl.topology import Layout
 
 ATTENTION_LENGTH = 32768
-"""Length at which attention costs as much as the rest of a layer: about 12 hidden sizes (here 2700), the middle of the large models."""
+"""Tokens at which attention costs as much as the rest of a layer: about 12 hidden sizes, here for one of 2700."""
 
 
 class PackingError(ValueError):
@@ -18,7 +18,7 @@ class PackingError(ValueError):
 
 @dataclass(frozen=True)
 class Alignment:
-    """What the numbers of positions have to be multiples of: `segment` for each sequence's own, `total` for a whole microbatch."""
+    """What numbers of positions have to be multiples of: `segment` for each sequence's own, `total` for a whole microbatch."""
 
     segment: int = 1
     total: int = 1
@@ -31,7 +31,7 @@ class Alignment:
 
 
 def alignment_of(layout: Layout, sequence_parallel: bool) -> Alignment:
-    """Context parallelism cuts every segment into 2 * cp chunks; sequence parallelism cuts what is left of the microbatch by tp."""
+    """Context parallelism cuts each segment into 2 cp chunks; sequence parallelism cuts what is left of the microbatch by tp."""
     segment = 2 * layout.cp if layout.cp > 1 else 1
     return Alignment(segment=segment, total=lcm(segment, layout.cp * layout.tp if sequence_parallel else 1))
 
@@ -43,21 +43,26 @@ def costs_of(lengths: np.ndarray, attention_length: int = ATTENTION_LENGTH) -> n
 
 
 def pack(
-    lengths: Sequence[int], *, num_ranks: int, max_tokens: int, microbatch_multiple: int = 1, attention_length: int = ATTENTION_LENGTH
+    lengths: Sequence[int],
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    microbatch_multiple: int = 1,
+    attention_length: int = ATTENTION_LENGTH,
 ) -> list[list[list[int]]]:
     """Packing as [data-parallel rank][microbatch] -> sequence numbers, rising.
 
-    Every sequence stands in exactly one microbatch; none holds more than max_tokens tokens (alignment's padding comes on top); all
-    ranks have the same number of microbatches, the smallest multiple of microbatch_multiple (the pipeline's stages, where they
-    are interleaved) for which the greedy filling succeeds. A microbatch may be empty. Longest first, each to the cheapest that has room.
+    Every sequence stands in exactly one microbatch; none holds more than max_tokens tokens (alignment's padding comes on top).
+    All ranks have the same number of microbatches: the smallest multiple of microbatch_multiple (the pipeline's stages, where
+    they are interleaved) for which the greedy filling succeeds: longest first, each to the cheapest that has room. A microbatch
+    may be empty.
     Raises PackingError for a sequence above max_tokens.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if (sizes > max_tokens).any():
         worst = int(sizes.argmax())
-        raise PackingError(
-            f"sequence {worst} has {sizes[worst]} tokens, a microbatch at most {max_tokens}: raise trainer.max_tokens_per_microbatch"
-        )
+        remedy = "raise trainer.max_tokens_per_microbatch"
+        raise PackingError(f"sequence {worst} has {sizes[worst]} tokens, a microbatch holds {max_tokens}: {remedy}")
     costs = costs_of(sizes, attention_length)
     per_rank = _round_up(max(1, -(-int(sizes.sum()) // (max_tokens * num_ranks))), microbatch_multiple)
     while (bins := _fill(sizes, costs, per_rank * num_ranks, max_tokens)) is None:

@@ -43,7 +43,7 @@ class Spool:
 
     @staticmethod
     def payload_name(uid: str) -> str:
-        """Name of the payload file of a group, or of whatever else `uid` stands for: 'g000012' to 'rollouts/g000012.safetensors'."""
+        """Name of the payload file of a group: 'g000012' to 'rollouts/g000012.safetensors'."""
         return f"rollouts/{uid}.safetensors"
 
     def payload(self, name: str) -> Payload:
@@ -55,7 +55,7 @@ class Spool:
         return f"plans/{kind}_{step:06d}.json"
 
     def write_plan(self, plan: Plan, kind: PlanKind | None = None) -> str:
-        """Write atomically and return the plan's name. kind: None says 'step' or 'supervised', by the plan's type; probes say so."""
+        """Write atomically and return the plan's name. kind: None is 'step' or 'supervised', by the plan's type."""
         kind = kind or ("step" if isinstance(plan, StepPlan) else "supervised")
         name = self.plan_name(plan.step, kind)
         if (kind == "supervised") != isinstance(plan, SupervisedPlan):

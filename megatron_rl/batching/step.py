@@ -69,6 +69,11 @@ def summarise(step: int, groups: Sequence[GroupResult]) -> dict[str, float]:
 
 def _entry(group: GroupResult, r: RolloutSummary, advantage: float) -> PlanEntry:
     return PlanEntry(
-        uid=r.uid, prompt_index=group.prompt_index, file=r.file, index=r.index, num_tokens=r.num_prompt_tokens + r.num_completion_tokens,
-        num_loss_tokens=r.num_loss_tokens, advantage=advantage,
-    )  # fmt: skip
+        uid=r.uid,
+        prompt_index=group.prompt_index,
+        file=r.file,
+        index=r.index,
+        num_tokens=r.num_prompt_tokens + r.num_completion_tokens,
+        num_loss_tokens=r.num_loss_tokens,
+        advantage=advantage,
+    )

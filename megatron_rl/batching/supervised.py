@@ -9,7 +9,7 @@ from megatron_rl.records import Rollout, Sampling
 
 @dataclass(frozen=True)
 class SupervisedExample:
-    """Token ids of a prompt and of its solution (with the end-of-sequence token, where it is to be learned); both at least one token."""
+    """Token ids of a prompt and of its solution (with the end-of-sequence token, where that is to be learned); neither empty."""
 
     prompt_ids: tuple[int, ...]
     solution_ids: tuple[int, ...]
@@ -40,8 +40,16 @@ def as_rollout(example: SupervisedExample, step: int, index: int) -> Rollout:
     completion = np.array(example.solution_ids, dtype=np.int32)
     length = len(completion)
     return Rollout(
-        uid=f"supervised{step:06d}.{index}", prompt_ids=np.array(example.prompt_ids, dtype=np.int32), completion_ids=completion,
-        logprobs=np.zeros(length, dtype=np.float32), keep_ids=np.zeros(0, dtype=np.int32), keep_offsets=np.zeros(length + 1, dtype=np.int64),
-        routed_experts=np.zeros((example.num_tokens - 1, 0, 0), dtype=np.uint8), policy_versions=np.full(length, step, dtype=np.int32),
-        loss_mask=np.ones(length, dtype=bool), sampling=Sampling(), finish_reason="stop", reward=0.0,
-    )  # fmt: skip
+        uid=f"supervised{step:06d}.{index}",
+        prompt_ids=np.array(example.prompt_ids, dtype=np.int32),
+        completion_ids=completion,
+        logprobs=np.zeros(length, dtype=np.float32),
+        keep_ids=np.zeros(0, dtype=np.int32),
+        keep_offsets=np.zeros(length + 1, dtype=np.int64),
+        routed_experts=np.zeros((example.num_tokens - 1, 0, 0), dtype=np.uint8),
+        policy_versions=np.full(length, step, dtype=np.int32),
+        loss_mask=np.ones(length, dtype=bool),
+        sampling=Sampling(),
+        finish_reason="stop",
+        reward=0.0,
+    )

@@ -6,6 +6,6 @@ from megatron_rl.metrics.sinks import SinkError, Sinks
 from megatron_rl.metrics.summary import print_summary, summarise_run, write_summary
 
 __all__ = [
-    "Metric", "Metrics", "Phase", "Reduction", "Row", "SinkError", "Sinks", "from_floats", "merge", "print_summary", "read_rows", "series",
-    "summarise_run", "to_floats", "write_summary",
+    "Metric", "Metrics", "Phase", "Reduction", "Row", "SinkError", "Sinks", "from_floats", "merge", "print_summary",
+    "read_rows", "series", "summarise_run", "to_floats", "write_summary",
 ]  # fmt: skip

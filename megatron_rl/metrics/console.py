@@ -45,7 +45,7 @@ def open_display(title: str, total_steps: int, console: Console | None = None) -
 
 
 class Eta:
-    """Time to the end, from the last steps' durations. A process's first row counts only as long as it is alone: it holds the start-up."""
+    """Time to the end by the last steps' durations. A process's first row, which holds the start-up, counts only while alone."""
 
     def __init__(self, total_steps: int, window: int = 10):
         self.total_steps = total_steps
@@ -125,5 +125,7 @@ class LiveDisplay:
 
     def _draw(self, what: str, done: int, total: int, note: str, *below: Table) -> None:
         head = Table.grid(padding=(0, 2))
-        head.add_row(Text(self._title, style="bold cyan"), f"{what} of {total}", ProgressBar(total=total, completed=done, width=40), note)
+        head.add_row(
+            Text(self._title, style="bold cyan"), f"{what} of {total}", ProgressBar(total=total, completed=done, width=40), note
+        )
         self._live.update(Group(head, *below))

@@ -9,7 +9,7 @@ Reduction = Literal["mean", "sum", "max", "min", "last"]
 
 @dataclass(frozen=True)
 class Metric:
-    """mean: `total` over `count`; sum: `total`; max, min, last: `total` is the value. A count of 0 says that nothing was measured.
+    """mean: `total` over `count`; sum: `total`; max, min, last: `total` is the value. A count of 0: nothing was measured.
 
     Example: the mean of 3 tokens' |d log p| that sum to .6 is Metric("mean", .6, 3).
     """

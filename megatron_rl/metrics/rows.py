@@ -45,7 +45,7 @@ class JsonLines:
 
 
 def read_rows(path: Path, phase: Phase = "train") -> list[Row]:
-    """The rows of a phase by rising step. Of a step that a resumed run did again the last row counts; a line cut by a crash is passed over."""
+    """The rows of a phase by rising step; of one done again by a resumed run the last. A line cut by a crash is passed over."""
     rows: dict[int, Row] = {}
     for line in path.read_bytes().splitlines():
         row = _parse(line)

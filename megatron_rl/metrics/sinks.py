@@ -48,8 +48,8 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise SinkError(
-                f"metrics.wandb_project = '{config.metrics.wandb_project}' needs the package wandb: pip install 'megatron-rl[wandb]', "
-                "or leave metrics.wandb_project out"
+                f"metrics.wandb_project = '{config.metrics.wandb_project}' needs the package wandb: "
+                "pip install 'megatron-rl[wandb]', or leave metrics.wandb_project out"
             ) from error
         id_file = folder.path / "wandb_id"
         if not id_file.exists():

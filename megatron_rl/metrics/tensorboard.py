@@ -1,7 +1,7 @@
-"""Scalars in TensorBoard's file format, written directly: the packages that write it import torch, which the orchestrator must not.
+"""Scalars in TensorBoard's file format, written directly: the packages for it import torch, which the orchestrator must not.
 
-The file is a sequence of records (length, its checksum, data, its checksum); each record is one protobuf message `Event`, of which
-four fields are needed: wall_time 1, step 2, file_version 3, summary 5 (value 1: tag 1, simple_value 2).
+The file is a sequence of records (length, its checksum, data, its checksum); each record is one protobuf message `Event`, of
+which four fields are needed: wall_time 1, step 2, file_version 3, summary 5 (value 1: tag 1, simple_value 2).
 """
 
 import os

@@ -6,4 +6,6 @@ from megatron_rl.objective.policy import PolicyLoss
 from megatron_rl.objective.supervised import SupervisedLoss
 from megatron_rl.objective.token_batch import Denominators, TokenBatch, token_batch
 
-__all__ = ["Denominators", "Measured", "PolicyLoss", "SupervisedLoss", "TokenBatch", "metrics_of", "mismatch_metrics", "token_batch"]
+__all__ = [
+    "Denominators", "Measured", "PolicyLoss", "SupervisedLoss", "TokenBatch", "metrics_of", "mismatch_metrics", "token_batch",
+]  # fmt: skip

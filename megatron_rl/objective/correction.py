@@ -19,7 +19,7 @@ def correction_weights(old_logprobs: Tensor, batch: TokenBatch, objective: Objec
     """f32 [M], from w = p_old / p_rollout; 0 for a token that is left out.
 
     truncate: min(w, high). mask_token: w inside [low, high], else 0 (IcePop). mask_sequence: 0 for a whole
-    sequence whose geometric mean of w is outside [low, high]; its tokens otherwise as with truncate, since a mean bounds no single token.
+    sequence whose geometric mean of w is outside [low, high]; otherwise its tokens as with truncate: a mean bounds no token.
     """
     log_weight = bounded((old_logprobs - batch.rollout_logprobs).detach())
     weight = log_weight.exp()
@@ -44,7 +44,7 @@ def on_policy_sequences(logp: Tensor, batch: TokenBatch, delta: float) -> Tensor
 
 
 def reference_kl(log_ratio: Tensor, logp: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """f32 [M], with gradient: (p / p_old) (p_ref / p - log(p_ref / p) - 1), the k3 estimator made unbiased for tokens drawn from p_old.
+    """f32 [M], with gradient: (p / p_old) (p_ref / p - log(p_ref / p) - 1), the k3 estimator, unbiased for tokens of p_old.
 
     The ratio carries gradient (same source as above); both log-probs have to be over the same support.
     """

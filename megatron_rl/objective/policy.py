@@ -71,7 +71,9 @@ class PolicyLoss:
 
     def _reference_kl(self, log_ratio: Tensor, logp: Tensor, batch: TokenBatch) -> Tensor:
         if batch.reference_logprobs is None:
-            raise ValueError(f"objective.kl_coefficient = {self.objective.kl_coefficient} needs the reference's log-probs of each microbatch")
+            raise ValueError(
+                f"objective.kl_coefficient = {self.objective.kl_coefficient} needs the reference's log-probs in each TokenBatch"
+            )
         return reference_kl(log_ratio, logp, batch.reference_logprobs)
 
     def _normalised(self, per_token: Tensor, batch: TokenBatch) -> Tensor:

@@ -1,0 +1,36 @@
+"""What the microbatches of a rank are to hold."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_rl.records import ModelContract
+
+
+@dataclass(frozen=True)
+class AssemblyOptions:
+    """What a rank's microbatches are to hold. Only moe_layers may differ between the ranks of one data-parallel replica."""
+
+    contract: ModelContract
+    max_tokens: int
+    """Packed tokens of a microbatch, alignment's padding not counted."""
+    sequence_parallel: bool = False
+    keep_set_replay: bool = True
+    """False: every loss token is normalised over the whole vocabulary, whatever its recorded set."""
+    routing_replay: bool = True
+    moe_layers: tuple[int, ...] = ()
+    """The MoE layers of this rank, by their number among the model's MoE layers, in the order in which its routers want them."""
+
+    @property
+    def replays_routes(self) -> bool:
+        return self.routing_replay and self.contract.num_moe_layers > 0
+
+    @property
+    def readable_contract(self) -> ModelContract:
+        """The contract of a record of which only this rank's routes were read."""
+        return replace(self.contract, num_moe_layers=len(self.moe_layers) if self.replays_routes else 0)
+
+    @property
+    def route_dtype(self) -> type[np.unsignedinteger]:
+        """Its largest value is no expert, and stands where no route was recorded."""
+        return np.uint8 if self.contract.num_experts < 256 else np.uint16
