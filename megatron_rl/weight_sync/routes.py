@@ -1,0 +1,96 @@
+"""The routes of one rollout server that a weight update needs (vLLM serves them under VLLM_SERVER_DEV_MODE=1)."""
+
+from dataclasses import dataclass
+
+import httpx
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """A rollout server. `url` such as `http://127.0.0.1:8000`; `num_workers` = its tensor-parallel size."""
+
+    name: str
+    url: str
+    num_workers: int = 1
+
+
+class ServerError(RuntimeError):
+    """A route of a server failed: it could not be reached, was too slow, or answered with an error."""
+
+    def __init__(self, server: str, route: str, reason: str):
+        self.server, self.route, self.reason = server, route, reason
+        super().__init__(f"server {server}, {route}: {reason}")
+
+
+class ServerRoutes:
+    """Calls to one server, each of which raises ServerError. Safe to use from several threads.
+
+    timeout_s: for every call but `update`, which lasts as long as the stream and is given its own.
+    """
+
+    def __init__(self, address: ServerAddress, client: httpx.Client, timeout_s: float):
+        self.address = address
+        self._client = client
+        self._timeout_s = timeout_s
+
+    def pause(self) -> None:
+        """Freeze all requests where they are, and drop the KV and prefix caches.
+
+        vLLM's default, `clear_cache=true`, is meant: with the caches kept, a request would go on with new weights over keys and
+        values of the old ones, a mixture that no version's forward pass gives (log-probs off by 2.5 in a test), and a later prompt
+        with the same prefix would hit them too. With them dropped, each request is recomputed whole under the new weights on
+        resume, so a token's log-prob is that of the version that sampled it, given everything before it.
+        """
+        self._post("/pause?mode=keep&clear_cache=true")
+
+    def resume(self) -> None:
+        self._post("/resume")
+
+    def join_group(self, init_info: dict) -> None:
+        """Have the workers join the sender's group; returns when all have."""
+        self._post("/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start(self) -> None:
+        self._post("/start_weight_update")
+
+    def update(self, update_info: dict, timeout_s: float) -> None:
+        """Announce what will be streamed; returns when the server has received and loaded it all."""
+        self._post("/update_weights", {"update_info": update_info}, timeout_s=timeout_s)
+
+    def finish(self, version: int) -> None:
+        self._post("/finish_weight_update", {"weight_version": str(version)})
+
+    def reset_prefix_cache(self) -> None:
+        answer = self._post("/reset_prefix_cache")
+        if not answer.get("success"):  # a plain 200: some request still holds blocks
+            raise ServerError(self.address.name, "/reset_prefix_cache", f"answered {answer}; blocks of the old weights are still in use")
+
+    def weight_version(self) -> str:
+        """What the server's engine says it holds: the text that `finish` was given, "default" before the first update."""
+        return str(self._send("GET", "/weight_info", None, self._timeout_s).get("weight_version"))
+
+    def call_workers(self, method: str, *args: object) -> list:
+        """Call a method of the worker class on every worker; their answers by rank."""
+        return self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
+
+    def _post(self, route: str, body: dict | None = None, timeout_s: float | None = None) -> dict:
+        return self._send("POST", route, body, timeout_s or self._timeout_s)
+
+    def _send(self, method: str, route: str, body: dict | None, timeout_s: float) -> dict:
+        try:
+            reply = self._client.request(method, self.address.url + route, json=body, timeout=timeout_s)
+        except httpx.TimeoutException as error:
+            raise ServerError(self.address.name, route, f"no answer within {timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise ServerError(self.address.name, route, f"{type(error).__name__}: {error}") from error
+        if reply.status_code != 200:
+            raise ServerError(self.address.name, route, f"status {reply.status_code}: {_error_text(reply)}")
+        return reply.json()
+
+
+def _error_text(reply: httpx.Response) -> str:
+    """vLLM answers errors as {"error": {"message": ...}}; anything else is taken as it is."""
+    try:
+        return str(reply.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return reply.text

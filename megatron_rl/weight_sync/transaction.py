@@ -1,0 +1,118 @@
+"""A weight update of all servers, as one transaction per server: it holds the new version whole, or it is out."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import httpx
+
+from megatron_rl.weight_sync.routes import ServerAddress, ServerError, ServerRoutes
+from megatron_rl.weight_sync.sender import WeightSender, WeightSource
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What an update came to.
+
+    held: the servers that hold `version` and are sampling again. failed: the others, with the reason. They are paused, and may hold
+    a mixture of weights: stop them, or include them in a later update, which makes a server whole whose process still works.
+    pause_s, transfer_s, resume_s: seconds until all were paused; from then until the weights were verified; and until all had resumed.
+    """
+
+    version: int
+    held: tuple[str, ...]
+    failed: Mapping[str, str]
+    num_bytes: int
+    pause_s: float
+    transfer_s: float
+    resume_s: float
+
+
+def update_servers(
+    sender: WeightSender,
+    servers: Sequence[ServerAddress],
+    source: WeightSource,
+    version: int,
+    *,
+    timeout_s: float = 300.0,
+    route_timeout_s: float = 60.0,
+) -> UpdateReport:
+    """Bring every server to `version`, on trainer rank 0, and report which of them hold it.
+
+    `source` is iterated exactly once, to its end, whatever happens to the servers, so the other ranks do the same and need not be
+    told how it went; another attempt is another call, on all ranks. Raises only what `source` raises; then no server has
+    resumed. timeout_s: for receiving and loading the whole stream, from its announcement on; route_timeout_s: for each other call.
+    """
+    started = time.monotonic()
+    with httpx.Client() as client:
+        update = _Update([ServerRoutes(server, client, route_timeout_s) for server in servers], sender)
+        update.on_each(ServerRoutes.pause)
+        paused = time.monotonic()
+        update.fail(sender.connect(update.whole))
+        update.on_each(ServerRoutes.start)
+        update.transfer(source, version, timeout_s)
+        update.on_each(lambda server: server.finish(version))
+        update.on_each(lambda server: sender.confirm(server, version))
+        update.on_each(ServerRoutes.reset_prefix_cache)
+        verified = time.monotonic()
+        update.on_each(ServerRoutes.resume)
+    return UpdateReport(
+        version=version,
+        held=tuple(server.address.name for server in update.whole),
+        failed=update.failed,
+        num_bytes=sum(meta.num_bytes for meta in source.metas),
+        pause_s=paused - started,
+        transfer_s=verified - paused,
+        resume_s=time.monotonic() - verified,
+    )
+
+
+class _Update:
+    """The servers of one update: `whole` are those for which every call has succeeded so far; the rest are in `failed`."""
+
+    def __init__(self, servers: Sequence[ServerRoutes], sender: WeightSender):
+        self.whole = list(servers)
+        self.failed: dict[str, str] = {}
+        self._sender = sender
+
+    def fail(self, reasons: Mapping[str, str]) -> None:
+        """Take these servers out. Their group is dropped: it may be in the middle of a broadcast."""
+        for name, reason in reasons.items():
+            self.failed.setdefault(name, reason)
+            self._sender.disconnect(name)
+        self.whole = [server for server in self.whole if server.address.name not in self.failed]
+
+    def on_each(self, call: Callable[[ServerRoutes], None]) -> None:
+        """Make one call to all servers at the same time."""
+        self.fail(_gather(self._launch(call)))
+
+    def transfer(self, source: WeightSource, version: int, timeout_s: float) -> None:
+        """Announce the stream to all servers and send it while they receive."""
+        announcement = self._sender.announcement(source.metas, version)
+        replies = self._launch(lambda server: server.update(announcement, timeout_s))
+        try:
+            lost = self._sender.stream(source)
+        except BaseException:
+            self._sender.close()  # the servers would wait for the rest of the stream
+            raise
+        # A server that lost the stream may be stuck in it; its answer is not waited for. The others' reasons are their own words.
+        self.fail(_gather({name: reply for name, reply in replies.items() if name not in lost}))
+        self.fail(lost)
+
+    def _launch(self, call: Callable[[ServerRoutes], None]) -> dict[str, Future]:
+        pool = ThreadPoolExecutor(max(1, len(self.whole)))
+        calls = {server.address.name: pool.submit(call, server) for server in self.whole}
+        pool.shutdown(wait=False)
+        return calls
+
+
+def _gather(calls: Mapping[str, Future]) -> dict[str, str]:
+    """Wait for all calls; the reasons of those that failed."""
+    failures = {}
+    for name, call in calls.items():
+        try:
+            call.result()
+        except ServerError as error:
+            failures[name] = str(error)
+    return failures
