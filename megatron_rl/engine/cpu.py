@@ -1,0 +1,144 @@
+"""The stand-in for CUDA on a machine without one, so that Megatron-Core's own code runs on the CPU over Gloo.
+
+Megatron-Core writes `device="cuda"` and `torch.cuda.current_device()` in its source, asks `tensor.type()` for
+"torch.cuda.FloatTensor", and synchronises streams. `install()` gives each of these a meaning on the CPU, once in a process and
+only where there is no CUDA device. What is replaced, and why, stands in the tables below and nowhere else.
+"""
+
+import contextlib
+import functools
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_CHECKED_VERSIONS = ("0.16.", "0.19.")
+
+_FACTORIES = (
+    "arange", "empty", "empty_like", "eye", "full", "full_like", "ones", "ones_like", "rand", "randn", "tensor", "zeros", "zeros_like",
+)  # fmt: skip
+"""Functions of torch that Megatron calls with a literal device="cuda"."""
+
+
+class UnsupportedMegatronError(RuntimeError):
+    """This Megatron-Core was not checked with the stand-in."""
+
+
+class NullEvent:
+    """An event that has always happened: the CPU runs in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, *args: Any) -> None: ...
+
+    def wait(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class NullStream:
+    """The only stream. A class and no function, since other libraries write `torch.cuda.Stream | None` in annotations."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, *args: Any) -> None: ...
+
+    def wait_event(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, *args: Any) -> NullEvent:
+        return NullEvent()
+
+
+_installed = False
+
+
+def install() -> None:
+    """Put the stand-in in place; nothing happens on a machine with CUDA, or the second time.
+
+    Raises UnsupportedMegatronError for a Megatron-Core that it was not checked with.
+    """
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    _check_version()
+    _stand_in_for_torch_cuda()
+    _redirect_tensors()
+    _mend_megatron()
+    _installed = True
+
+
+def _check_version() -> None:
+    found = importlib.metadata.version("megatron-core")
+    if not found.startswith(_CHECKED_VERSIONS):
+        checked = " or ".join(version + "x" for version in _CHECKED_VERSIONS)
+        raise UnsupportedMegatronError(f"megatron-core {found} was not checked on a CPU; install {checked}, or use a GPU")
+
+
+def _stand_in_for_torch_cuda() -> None:
+    """Streams, events, random state and the current device of a machine whose only device is the CPU."""
+    cuda = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = lambda device=None: None
+    cuda.empty_cache = lambda: None
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.Stream, cuda.Event = NullStream, NullEvent
+    cuda.current_stream = cuda.default_stream = lambda device=None: NullStream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    # One generator serves for both: Megatron forks and restores "the CUDA state" around initialisation and recomputation.
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+
+
+def _redirect_tensors() -> None:
+    """Tensors asked for on "cuda" are made on the CPU, and call themselves CUDA tensors when asked for their type's name.
+
+    The functions are wrapped, which costs a step a tenth of what a TorchFunctionMode over every operator does.
+    """
+    # `with torch.device(...)` keeps a cache of the factory functions; it must hold the originals, which the wrappers call.
+    torch.utils._device._device_constructors()
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.type = _type_of_cuda(torch.Tensor.type)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, device=None: self
+    torch.Tensor.record_stream = lambda self, stream: None
+
+
+def _on_cpu(factory: Callable) -> Callable:
+    @functools.wraps(factory)
+    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def _type_of_cuda(type_of: Callable) -> Callable:
+    """The optimizer sorts parameters by the names 'torch.cuda.FloatTensor' and 'torch.cuda.BFloat16Tensor'."""
+
+    @functools.wraps(type_of)
+    def wrapped(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = type_of(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+
+    return wrapped
+
+
+def _mend_megatron() -> None:
+    """What Megatron-Core itself gets wrong without a GPU."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # 0.16.1 without Transformer Engine: the router's product asks for a name that was never bound.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # all_to_all takes its split sizes as numbers; Megatron turns the tensors of sizes into such only where they are on a GPU.
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_host_values
+
+
+def _as_host_values(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

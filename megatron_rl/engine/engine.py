@@ -1,0 +1,214 @@
+"""The trainer's engine on one rank: the model, its optimizer, and what a trainer does with them. Every method is a collective."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.batching import Microbatch
+from megatron_rl.config import Config
+from megatron_rl.engine.batch import DeviceMicrobatch, to_device
+from megatron_rl.engine.clock import Clock
+from megatron_rl.engine.gather import HfTensors
+from megatron_rl.engine.groups import ParallelGroups
+from megatron_rl.engine.head import Head, Loss
+from megatron_rl.engine.model import Backend, build_chunks, mark_expert_parameters, wrap_for_training
+from megatron_rl.engine.optimizer import build_optimizer, check_gradients, set_rates
+from megatron_rl.engine.replay import Routes, RoutingReplay, make_routes
+from megatron_rl.engine.schedule import Schedule
+from megatron_rl.layouts import HeldParameter, ParameterTable, Placement
+from megatron_rl.metrics import Metric, merge
+from megatron_rl.objective import Denominators, Measured
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of one microbatch's N positions; zeros where there is no loss."""
+
+    log_probs: np.ndarray  # f32 [N]
+    entropies: np.ndarray  # f32 [N], nats, over each token's own support (its keep-set, or the vocabulary)
+
+
+class Engine:
+    """One rank's share of the policy and of its optimizer.
+
+    weights: Hugging Face names to tensors (an HfCheckpoint): of each tensor only this rank's part is read.
+    """
+
+    def __init__(self, config: Config, groups: ParallelGroups, hf_config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        self.config, self.groups = config, groups
+        self.backend = Backend.of(groups.device)
+        padded = groups.layout.padded_vocab_size(hf_config["vocab_size"])
+        self.table = ParameterTable(hf_config, padded_vocab_size=padded, spelling=self.backend.spelling)
+        self.placement = Placement(self.table, groups.layout)
+        chunks = build_chunks(self.table.architecture, config, groups, self.backend, padded_vocab_size=padded)
+        mark_expert_parameters(chunks, self.placement, groups.rank)
+        self._held = list(self.placement.held_by(groups.rank).values())
+        self._parameters = {(held.chunk, held.name): chunks[held.chunk].get_parameter(held.name) for held in self._held}
+        self._fill(weights)
+        self._replay = RoutingReplay(chunks)
+        self._models = wrap_for_training(chunks)
+        self._optimizer = build_optimizer(config, self._models)
+        self._schedule = Schedule(self._models, self._replay, groups)
+        self._last_chunk = chunks[-1]
+        self._head = Head(self.table.architecture.vocab_size, groups.tp, config.sequence_parallel)
+        self._clock = Clock(groups.device)
+        self._reference: dict[tuple[int, str], Tensor] | None = None
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """This rank's MoE layers by their number among the model's, in the order of its routers: what `routed_experts` has to hold."""
+        moe, layout = self.table.architecture.moe_layers, self.groups.layout
+        own = layout.layers_of_stage(self.table.architecture.num_layers, self.groups.coords.pp)
+        return tuple(moe.index(layer) for layer in own if layer in moe)
+
+    def train_step(
+        self, microbatches: Sequence[Microbatch], loss: Loss, denominators: Denominators, *, step: int, learning_rate: float,
+        old_logprobs: Sequence[np.ndarray] | None = None, reference_logprobs: Sequence[np.ndarray] | None = None,
+    ) -> dict[str, Metric]:  # fmt: skip
+        """One optimizer update; returns the loss's metrics over the whole step and the step's own, the same on every rank.
+
+        microbatches: this data-parallel rank's, as many as every other's. old_logprobs, reference_logprobs: of each microbatch, from
+        `score`. step: named in errors. Raises NonFiniteGradientError before the weights change.
+        """
+        began = time.perf_counter()
+        with self._clock:
+            prepared = self._prepare(microbatches, old_logprobs, reference_logprobs)
+        measured = self._forward_backward(prepared, loss, denominators)
+        check_gradients(self._models, self._names_of_parameters(), step)
+        reduced = time.perf_counter()
+        own_s = self._clock.read()
+        set_rates(self._optimizer, learning_rate, self.config.optimizer.weight_decay)
+        _, grad_norm, _ = self._optimizer.step()
+        done = time.perf_counter()
+        timings = {
+            "forward_backward_s": Metric("max", reduced - began - own_s), "optimizer_s": Metric("max", done - reduced),
+            "own_s": Metric("max", own_s),
+        }  # fmt: skip
+        rates = {"grad_norm": Metric("last", float(grad_norm)), "learning_rate": Metric("last", learning_rate)}
+        return {**self._merged(measured, timings), **rates}
+
+    def score(self, microbatches: Sequence[Microbatch]) -> list[Scores]:
+        """Log-probabilities and entropies under the current weights, for this rank's microbatches, on every rank of its pipeline."""
+        prepared = self._prepare(microbatches, None, None)
+        kept = self._schedule.run(prepared, self._scored, forward_only=True)
+        flat = torch.zeros(2, sum(m.num_positions for m in microbatches), device=self.groups.device)
+        if self.groups.is_last_stage:
+            torch.cat([torch.stack(pair) for pair in kept], dim=1, out=flat)
+        last = dist.get_process_group_ranks(self.groups.pp)[-1]
+        dist.broadcast(flat, src=last, group=self.groups.pp)
+        parts = flat.cpu().split([m.num_positions for m in microbatches], dim=1)
+        return [Scores(log_probs=part[0].numpy(), entropies=part[1].numpy()) for part in parts]
+
+    def keep_reference(self) -> None:
+        """Keep the current weights as the reference policy, on the host."""
+        self._reference = {key: parameter.detach().cpu().clone() for key, parameter in self._parameters.items()}
+
+    def score_reference(self, microbatches: Sequence[Microbatch]) -> list[Scores]:
+        """As `score`, under the weights of `keep_reference`; the policy's weights are back to the last bit afterwards."""
+        with self._reference_weights():
+            return self.score(microbatches)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the policy's weights; the optimizer begins anew from them."""
+        self._fill(weights)
+        self.reset_optimizer()
+
+    def reset_optimizer(self) -> None:
+        """Forget moments and step count, as between a supervised start and the first RL step."""
+        self._optimizer = build_optimizer(self.config, self._models)
+
+    def hf_tensors(self) -> HfTensors:
+        """The policy under Hugging Face names, gathered to rank 0 as it is iterated, in the model's dtype."""
+        return HfTensors(self.placement, self.groups.rank, self.groups.device, getattr(torch, self.config.model.dtype), self._parameter)
+
+    def full_gradients(self, microbatches: Sequence[Microbatch], loss: Loss, denominators: Denominators) -> HfTensors:
+        """Gradients of the step's loss, fp32, under Hugging Face names, gathered to rank 0 as they are iterated. No update is made.
+
+        They are overwritten by the next step. For tests and checks: the whole gradient lies on every data-parallel rank.
+        """
+        self._forward_backward(self._prepare(microbatches, None, None), loss, denominators, reduce_fully=True)
+        self._clock.read()
+        return HfTensors(self.placement, self.groups.rank, self.groups.device, torch.float32, lambda held: self._parameter(held).main_grad)
+
+    def _parameter(self, held: HeldParameter) -> torch.nn.Parameter:
+        return self._parameters[held.chunk, held.name]
+
+    @torch.no_grad()
+    def _fill(self, weights: Mapping[str, Tensor]) -> None:
+        for held in self._held:
+            self._parameter(held).copy_(held.shard_from_hf(weights))
+
+    def _prepare(
+        self, microbatches: Sequence[Microbatch], old: Sequence[np.ndarray] | None, reference: Sequence[np.ndarray] | None
+    ) -> list[DeviceMicrobatch]:
+        nothing = [None] * len(microbatches)
+        return [
+            to_device(microbatch, self.groups.device, self._routes(microbatch), old_logprobs=of_old, reference_logprobs=of_reference)
+            for microbatch, of_old, of_reference in zip(microbatches, old or nothing, reference or nothing, strict=True)
+        ]
+
+    def _routes(self, microbatch: Microbatch) -> Routes | None:
+        moe = self.table.architecture.moe
+        if microbatch.routed_experts is None or moe is None:
+            return None
+        tokens, tp = slice(0, microbatch.num_positions), self.groups.coords.tp
+        if self.config.sequence_parallel:
+            part = microbatch.num_positions // self.groups.layout.tp
+            tokens = slice(tp * part, (tp + 1) * part)
+        return make_routes(
+            microbatch.routed_experts, microbatch.route_mask, num_layers=len(self.moe_layers), num_experts=moe.num_experts,
+            top_k=moe.top_k, tokens=tokens, device=self.groups.device,
+        )  # fmt: skip
+
+    def _forward_backward(
+        self, prepared: Sequence[DeviceMicrobatch], loss: Loss, denominators: Denominators, *, reduce_fully: bool = False
+    ) -> list[Measured]:
+        """Gradients of the step's loss in the models' buffers; returns what the last stage measured."""
+        for model in self._models:
+            model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+        def finish(hidden: Tensor, microbatch: DeviceMicrobatch) -> tuple[Tensor, Measured]:
+            return self._head.loss(hidden, self._last_chunk.output_weight, microbatch, loss, denominators, self._clock)
+
+        return self._schedule.run(prepared, finish, reduce_fully=reduce_fully)
+
+    def _scored(self, hidden: Tensor, microbatch: DeviceMicrobatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return hidden.new_zeros(()), self._head.log_probs(hidden, self._last_chunk.output_weight, microbatch)
+
+    def _merged(self, measured: Sequence[Measured], timings: dict[str, Metric]) -> dict[str, Metric]:
+        """Over all microbatches and ranks. Of the ranks that hold the same tokens' values one speaks for all."""
+        coords = self.groups.coords
+        speaks = self.groups.is_last_stage and coords.tp == 0
+        own = merge([timings, *([part.metrics() for part in measured] if speaks else [])])
+        everywhere: list[dict[str, Metric]] = [{} for _ in range(self.groups.layout.world_size)]
+        dist.all_gather_object(everywhere, own)
+        return merge(everywhere)
+
+    def _names_of_parameters(self) -> list[dict[torch.nn.Parameter, str]]:
+        return [{self._parameter(held): held.parameter.name for held in self._held}]
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        if self._reference is None:
+            raise ValueError("there is no reference policy: call keep_reference while the weights are the reference's")
+        self._swap_reference()
+        try:
+            yield
+        finally:
+            self._swap_reference()
+
+    @torch.no_grad()
+    def _swap_reference(self) -> None:
+        """Exchange policy and reference in place, one tensor at a time: no second copy of the model is made on the device."""
+        for key, parameter in self._parameters.items():
+            current = parameter.cpu().clone()
+            parameter.copy_(self._reference[key])
+            self._reference[key].copy_(current)

@@ -1,0 +1,134 @@
+"""The start of a trainer process: torch.distributed, Megatron's process groups, seeds, threads and determinism."""
+
+import logging
+import math
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import Config
+from megatron_rl.engine import cpu
+from megatron_rl.topology import Layout, RankCoords
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """This rank's place, and the process groups that it shares with others. `device` is where its tensors live."""
+
+    layout: Layout
+    coords: RankCoords
+    device: torch.device
+    tp: dist.ProcessGroup
+    """Ranks that hold slices of the same dense matrices."""
+    pp: dist.ProcessGroup
+    """Stages of the same pipeline, in order."""
+    cp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup
+    """Ranks that hold the same dense parameters, and see different tokens."""
+
+    @property
+    def rank(self) -> int:
+        return self.coords.rank
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.coords.pp == self.layout.pp - 1
+
+
+def start_process(config: Config, rank: int, *, rendezvous: str, local_rank: int = 0) -> ParallelGroups:
+    """Everything that has to happen once in a trainer process before a model can be built; all ranks call it together.
+
+    rendezvous: as torch.distributed takes it, "tcp://127.0.0.1:29500" or "env://". local_rank: number of the rank's GPU.
+    """
+    torch.set_num_threads(config.trainer.threads_per_rank)
+    set_determinism(config.run.deterministic)
+    device = choose_device(local_rank)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", init_method=rendezvous, rank=rank, world_size=config.layout.world_size,
+        timeout=timedelta(seconds=config.trainer.collective_timeout_s), device_id=device if device.type == "cuda" else None,
+    )  # fmt: skip
+    return build_groups(config.parallel, device, config.trainer.collective_timeout_s, config.run.seed)
+
+
+def choose_device(local_rank: int = 0) -> torch.device:
+    """The rank's GPU, or the CPU with the stand-in for CUDA in place."""
+    if not torch.cuda.is_available():
+        cpu.install()
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def set_determinism(deterministic: bool) -> None:
+    """Refuse every operation whose result could differ from run to run; before the first of them and before any model is built."""
+    if deterministic:
+        # Read by cuBLAS, NCCL and Transformer Engine when they start.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+        _check_environment()
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def _check_environment() -> None:
+    required = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_ALGO": ("Ring",), "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",)}
+    wrong = [f"{name}={os.environ[name]} (allowed: {', '.join(values)})" for name, values in required.items() if os.environ[name] not in values]
+    if wrong:
+        raise ValueError("run.deterministic = true, but the environment says " + "; ".join(wrong) + "; unset these variables")
+
+
+def build_groups(layout: Layout, device: torch.device, timeout_s: float, seed: int) -> ParallelGroups:
+    """Megatron's process groups for a layout, and its random states. torch.distributed runs already; all ranks call it together."""
+    # Imported here: the package has to see the stand-in for CUDA, which choose_device puts in place.
+    from megatron.core import parallel_state as ps
+
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, context_parallel_size=layout.cp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None, expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp, distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
+    )  # fmt: skip
+    coords = layout.coords_of(dist.get_rank())
+    found = RankCoords(
+        rank=dist.get_rank(), tp=ps.get_tensor_model_parallel_rank(), cp=ps.get_context_parallel_rank(), dp=ps.get_data_parallel_rank(),
+        pp=ps.get_pipeline_model_parallel_rank(), etp=ps.get_expert_tensor_parallel_rank(), ep=ps.get_expert_model_parallel_rank(),
+        edp=ps.get_expert_data_parallel_rank(),
+    )  # fmt: skip
+    assert found == coords, f"Megatron places rank {coords.rank} at {found}, topology at {coords}"
+    _seed(seed)
+    return ParallelGroups(
+        layout=layout, coords=coords, device=device, tp=ps.get_tensor_model_parallel_group(), pp=ps.get_pipeline_model_parallel_group(),
+        cp=ps.get_context_parallel_group(), dp_cp=ps.get_data_parallel_group(with_context_parallel=True),
+    )  # fmt: skip
+
+
+@contextmanager
+def parallel_layout(layout: Layout, *, timeout_s: float = 600.0, seed: int = 0) -> Iterator[ParallelGroups]:
+    """The groups of one layout for the length of a block, so that a process can try several one after the other."""
+    from megatron.core import parallel_state as ps
+
+    groups = build_groups(layout, choose_device(), timeout_s, seed)
+    try:
+        yield groups
+    finally:
+        ps.destroy_model_parallel()
+
+
+def _seed(seed: int) -> None:
+    """Weights are drawn by name and nothing drops out, so that no result depends on these states; they are set all the same."""
+    from megatron.core import tensor_parallel
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.random.initialize_rng_tracker()
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

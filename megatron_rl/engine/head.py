@@ -1,0 +1,58 @@
+"""From the last stage's hidden states to log-probabilities, and from these to the loss; never to logits of the whole vocabulary."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.engine.batch import DeviceMicrobatch
+from megatron_rl.engine.clock import Clock, EndsBackward, StartsBackward
+from megatron_rl.keep_set import keep_set_log_probs
+from megatron_rl.objective import Denominators, Measured, TokenBatch, token_batch
+
+Loss = Callable[[Tensor, TokenBatch], tuple[Tensor, Measured]]
+"""loss(log_probs f32 [N] with gradient, batch) -> (a share of the step's loss, metrics).
+
+The shares of all microbatches and data-parallel ranks are summed and divided by nothing: each is divided already by the step's
+denominators, which the batch carries.
+"""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output layer of one rank of the last stage."""
+
+    vocab_size: int
+    """Without padding."""
+    group: dist.ProcessGroup
+    """The tensor-parallel group, over which the vocabulary is cut."""
+    sequence_parallel: bool
+
+    def log_probs(self, hidden: Tensor, weight: Tensor, microbatch: DeviceMicrobatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, f32 [N] each, the same on all ranks of the group; zeros where there is no loss.
+
+        hidden: [N, 1, H], with sequence parallelism this rank's slice of N. weight: [padded vocabulary / tp, H].
+        """
+        out = keep_set_log_probs(
+            hidden.squeeze(1), weight, microbatch.keep_sets, temperature=microbatch.temperature, vocab_size=self.vocab_size,
+            group=self.group if self.group.size() > 1 else None, sequence_parallel=self.sequence_parallel,
+        )  # fmt: skip
+        return out.log_probs, out.entropy
+
+    def loss(
+        self, hidden: Tensor, weight: Tensor, microbatch: DeviceMicrobatch, loss: Loss, denominators: Denominators, clock: Clock
+    ) -> tuple[Tensor, Measured]:
+        """The microbatch's share of the step's loss, and its metrics. The clock counts this and its backward pass."""
+        with clock:
+            hidden = EndsBackward.apply(hidden, clock)
+            log_probs, entropies = self.log_probs(hidden, weight, microbatch)
+            batch = token_batch(
+                microbatch.source, denominators, hidden.device, old_logprobs=microbatch.old_logprobs,
+                reference_logprobs=microbatch.reference_logprobs, entropy=entropies,
+            )  # fmt: skip
+            share, measured = loss(log_probs, batch)
+            # Whatever the loss is made of, it hangs on the hidden states: other stages and expert-parallel ranks wait for this
+            # microbatch's backward pass, also when it has no loss token.
+            share = StartsBackward.apply(share + hidden.flatten()[:0].sum(), clock)
+        return share, measured

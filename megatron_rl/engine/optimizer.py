@@ -1,0 +1,69 @@
+"""AdamW through Megatron's distributed optimizer, and the rates of a step."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+
+from megatron_rl.config import Config
+from megatron_rl.config.sections import Optimizer
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A step's gradients hold NaN or infinity: the step is not made, and the message names it and the parameters."""
+
+
+def learning_rate(section: Optimizer, step: int, total_steps: int) -> float:
+    """Of step number `step` (from 0) of `total_steps`: a linear warm-up, then the decay down to the minimum at the last step.
+
+    A function of the step alone: a resumed run needs no state for it, and cannot take a step of the schedule twice.
+    """
+    peak, low, warmup = section.learning_rate, section.min_learning_rate, section.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    if section.decay == "constant":
+        return peak
+    progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
+    share = 1.0 - progress if section.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return low + (peak - low) * share
+
+
+def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+    """fp32 master weights and moments, cut over the data-parallel ranks. The rates are set anew before each step."""
+    section, dtype = config.optimizer, getattr(torch, config.model.dtype)
+    settings = OptimizerConfig(
+        optimizer="adam", lr=section.learning_rate, min_lr=section.min_learning_rate, weight_decay=section.weight_decay,
+        adam_beta1=section.beta1, adam_beta2=section.beta2, adam_eps=section.epsilon, clip_grad=section.max_grad_norm,
+        params_dtype=dtype, bf16=dtype is torch.bfloat16, use_distributed_optimizer=True,
+    )  # fmt: skip
+    return get_megatron_optimizer(settings, list(chunks))
+
+
+def set_rates(optimizer: MegatronOptimizer, rate: float, weight_decay: float) -> None:
+    """Norms and other vectors are not decayed: Megatron marks their groups with a multiplier of 0."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_mult", 1.0)
+        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+
+def check_gradients(chunks: Sequence[DistributedDataParallel], names: Sequence[dict[torch.nn.Parameter, str]], step: int) -> None:
+    """NonFiniteGradientError on all ranks if any of them holds a gradient that is not finite; after the gradients are reduced.
+
+    names: of each chunk, the parameters' global names. Megatron would go on with NaN weights (bf16, fp32), or skip the step.
+    """
+    # A sum that overflows is worth the exact look as well.
+    sums = [buffer.grad_data.sum() for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    suspect = torch.stack([~torch.isfinite(value) for value in sums]).any().float()
+    dist.all_reduce(suspect, op=dist.ReduceOp.MAX)
+    if not suspect:
+        return
+    found = [name for known in names for parameter, name in known.items() if not torch.isfinite(parameter.main_grad).all()]
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, found)
+    bad = sorted({name for part in everywhere for name in part})
+    if bad:
+        shown = ", ".join(bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
+        raise NonFiniteGradientError(f"step {step}: gradients that are not finite in {shown}; the step is not made, the weights are as before")

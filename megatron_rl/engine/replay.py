@@ -1,0 +1,159 @@
+"""Routing replay: each microbatch goes to the experts that its rollouts recorded, under any schedule.
+
+Megatron's own RouterReplay keeps one list for the whole process and takes whatever it is given. Here each MoE layer of a model has a
+handle of its own, which its router asks in place of Megatron's object. For every microbatch the engine checks the rows once, binds
+them for the forward pass of one chunk, and leaves them in the handles' queues for the recomputation in the backward pass:
+
+    forward  of microbatch i:  bind(rows i) ... the routers use rows i ... unbind: rows i join the queue
+    recompute of microbatch i: the routers take the oldest rows of the queue
+
+Backward visits the microbatches of a chunk in the order of their forward passes, in the 1F1B and in the interleaved schedule, so that
+the oldest rows are always the right ones, however many microbatches are in flight. Nothing is shared between models.
+
+Tokens without a recorded route (a sequence's last position, padding) go where the live router sends them.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class RouteError(ValueError):
+    """Routes that a router cannot follow: the message names the place, the value and the rule."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Experts of the tokens that one rank's routers see, T of them, for L layers."""
+
+    experts: Tensor  # i64 [L, T, K]
+    recorded: Tensor | None  # bool [T]; None: every token has a route
+
+
+def make_routes(
+    experts: np.ndarray, recorded: np.ndarray, *, num_layers: int, num_experts: int, top_k: int, tokens: slice, device: torch.device
+) -> Routes:
+    """Check the rows of one microbatch and take those of this rank's tokens.
+
+    experts: u8 | u16 [N, L, K], the layers in the order of the model; recorded: bool [N]. tokens: this rank's slice of N.
+    Raises RouteError at the first broken rule, looking at this rank's tokens alone.
+    """
+    shape = (len(recorded), num_layers, top_k)
+    if experts.shape != shape:
+        raise RouteError(f"routes of shape {experts.shape}; rule: [tokens, MoE layers of this rank, experts per token] = {shape}")
+    if experts.dtype not in (np.uint8, np.uint16):
+        raise RouteError(f"routes of dtype {experts.dtype}; rule: uint8 or uint16, which cannot hold a 'no route' marker")
+    if experts.dtype == np.uint8 and num_experts > 256:
+        raise RouteError(f"uint8 routes for {num_experts} experts; rule: more than 256 experts need uint16")
+    experts, recorded = experts[tokens], recorded[tokens]
+    _check_rows(experts, recorded, num_experts, tokens.start)
+    ordered = torch.from_numpy(np.ascontiguousarray(experts.transpose(1, 0, 2))).to(torch.int64)
+    mask = None if recorded.all() else torch.from_numpy(recorded).to(device)
+    return Routes(ordered.to(device), mask)
+
+
+def _check_rows(experts: np.ndarray, recorded: np.ndarray, num_experts: int, first: int) -> None:
+    def refuse(bad: np.ndarray, what: str, rule: str) -> None:
+        if bad.any():
+            token, layer = np.argwhere(bad)[0][:2]
+            raise RouteError(f"position {first + token}, MoE layer {layer} of this rank: experts {experts[token, layer].tolist()} {what}; rule: {rule}")
+
+    asked = recorded[:, None, None]
+    refuse((experts >= num_experts) & asked, "are out of range", f"experts lie in 0..{num_experts - 1}")
+    ordered = np.sort(experts, axis=-1)
+    refuse((ordered[..., 1:] == ordered[..., :-1]) & asked, "repeat one", "a token goes to each of its experts once")
+
+
+@dataclass
+class LayerRoutes:
+    """The handle of one router. Megatron's router calls `get_replay_topk` in place of its own top-k."""
+
+    layer_number: int
+    """Megatron's, from 1; 0.19 sets it again."""
+    _bound: tuple[Tensor, Tensor | None] | None = None
+    _queue: deque[tuple[Tensor, Tensor | None]] = field(default_factory=deque)
+    recomputes: bool = False
+    """Whether this layer's router runs a second time in the backward pass."""
+
+    def bind(self, experts: Tensor, recorded: Tensor | None) -> None:
+        self._bound = (experts, recorded)
+
+    def unbind(self, keep: bool) -> None:
+        """End of a forward pass. keep: its backward pass will follow."""
+        if keep and self.recomputes:
+            self._queue.append(self._bound)
+        self._bound = None
+
+    def forget(self) -> int:
+        """Drop what a schedule left behind; returns how many microbatches that was."""
+        left = len(self._queue) + (self._bound is not None)
+        self._queue.clear()
+        self._bound = None
+        return left
+
+    @property
+    def is_idle(self) -> bool:
+        return self._bound is None and not self._queue
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None, default_compute_topk: Callable | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and numbers of the experts of each token, [T, K] each; the scores are gathered, so that gradients reach the router."""
+        bound = self._bound if self._bound is not None else (self._queue.popleft() if self._queue else None)
+        if bound is None:  # a pass without replay
+            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        experts, recorded = bound
+        if experts.shape != (scores.shape[0], topk):
+            raise RouteError(f"layer {self.layer_number} has {scores.shape[0]} tokens x {topk} experts, its routes are {tuple(experts.shape)}")
+        if recorded is not None:
+            _, live = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            experts = torch.where(recorded[:, None], experts, live)
+        return scores.gather(1, experts), experts
+
+
+class RoutingReplay:
+    """The handles of one model: of each chunk, its MoE layers in order."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._handles = [[_attach(layer) for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")] for chunk in chunks]
+
+    @contextmanager
+    def bound(self, chunk: int, routes: Routes | None, *, backward_follows: bool) -> Iterator[None]:
+        """The routers of a chunk follow `routes` (their own layers of them, see `layers_of`) within the block; None: they choose."""
+        handles = self._handles[chunk]
+        if routes is None or not handles:
+            yield
+            return
+        first = sum(len(before) for before in self._handles[:chunk])
+        for number, handle in enumerate(handles):
+            handle.bind(routes.experts[first + number], routes.recorded)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.unbind(keep=backward_follows)
+
+    def end_schedule(self) -> None:
+        """After every schedule: each route that was kept for a recomputation must have been used."""
+        left = {handle.layer_number: count for chunk in self._handles for handle in chunk if (count := handle.forget())}
+        assert not left, f"routes left over after the backward pass (layer: microbatches): {left}"
+
+    def abandon(self) -> None:
+        """Forget everything, after a schedule that failed."""
+        for handle in (handle for chunk in self._handles for handle in chunk):
+            handle.forget()
+
+
+def _attach(layer: torch.nn.Module) -> LayerRoutes:
+    router, config = layer.mlp.router, layer.config
+    if config.moe_router_fusion or config.moe_router_load_balancing_type == "sinkhorn":
+        # Both choose experts without asking the handle.
+        raise RouteError("routing replay does not reach a fused router or sinkhorn: leave moe_router_fusion off, balancing 'none'")
+    recomputes = config.recompute_granularity == "full" or bool(config.recompute_granularity and "moe" in config.recompute_modules)
+    router.router_replay = LayerRoutes(layer.layer_number, recomputes=recomputes)
+    return router.router_replay

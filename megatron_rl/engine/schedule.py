@@ -1,0 +1,97 @@
+"""One run of Megatron's pipeline schedule over a step's microbatches."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_rl.engine.batch import DeviceMicrobatch
+from megatron_rl.engine.groups import ParallelGroups
+from megatron_rl.engine.replay import RoutingReplay
+
+Finish = Callable[[Tensor, DeviceMicrobatch], tuple[Tensor, Any]]
+"""On the last stage: (hidden states, microbatch) to (a scalar to differentiate, what is kept of the microbatch)."""
+
+
+class ScheduleError(ValueError):
+    """Microbatches that no schedule of this layout can run."""
+
+
+class Schedule:
+    """Forward and backward passes of one model on one rank; `chunks` are its virtual pipeline chunks, wrapped for training."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], replay: RoutingReplay, groups: ParallelGroups) -> None:
+        self._chunks, self._replay, self._groups = list(chunks), replay, groups
+        for chunk in self._chunks:
+            # The loss is divided by its global denominator already: Megatron must not divide the gradients by a number of tokens.
+            chunk.module.config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(model, None, **kwargs)
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """The number of microbatches is a multiple of this."""
+        return self._groups.layout.pp if self._groups.layout.vpp > 1 else 1
+
+    def run(
+        self, microbatches: Sequence[DeviceMicrobatch], finish: Finish, *, forward_only: bool = False, reduce_fully: bool = False
+    ) -> list[Any]:
+        """Returns what `finish` kept of each microbatch, in order; on the last stage only, [] elsewhere.
+
+        reduce_fully: leave whole gradients on each data-parallel rank, not only the part that its optimizer needs.
+        """
+        self._check(microbatches)
+        self._set_training(not forward_only)
+        try:
+            with torch.set_grad_enabled(not forward_only):
+                kept = get_forward_backward_func()(
+                    forward_step_func=partial(self._forward_step, finish, not forward_only),
+                    data_iterator=[iter(microbatches) for _ in self._chunks], model=self._chunks, num_microbatches=len(microbatches),
+                    seq_length=max(m.source.num_positions for m in microbatches), micro_batch_size=1, forward_only=forward_only,
+                    force_all_reduce=reduce_fully,
+                )  # fmt: skip
+        except BaseException:
+            self._replay.abandon()
+            raise
+        finally:
+            self._set_training(True)
+        self._replay.end_schedule()
+        return kept
+
+    def _forward_step(
+        self, finish: Finish, backward_follows: bool, microbatches: Iterator[DeviceMicrobatch], chunk: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
+        microbatch = next(microbatches)
+        number = next(n for n, own in enumerate(self._chunks) if own is chunk)
+        with self._replay.bound(number, microbatch.routes, backward_follows=backward_follows):
+            hidden = chunk(microbatch.tokens, microbatch.positions, None, packed_seq_params=microbatch.packing)
+
+        def last_stage(output: Tensor) -> tuple[Tensor, Tensor, Any]:
+            value, keep = finish(output, microbatch)
+            return value, torch.zeros((), dtype=torch.int, device=output.device), keep
+
+        return hidden, last_stage
+
+    def _set_training(self, training: bool) -> None:
+        """A pass without gradients recomputes nothing."""
+        for chunk in self._chunks:
+            chunk.train(training)
+
+    def _check(self, microbatches: Sequence[DeviceMicrobatch]) -> None:
+        """All ranks must run the same number: experts and gradients are exchanged between them, and a rank with fewer would hang the rest."""
+        count = len(microbatches)
+        extremes = torch.tensor([count, -count], device=self._groups.device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        most, fewest = int(extremes[0]), -int(extremes[1])
+        if fewest != most:
+            raise ScheduleError(f"rank {self._groups.rank} has {count} microbatches, others from {fewest} to {most}; add empty ones, so that all have as many")
+        if count == 0 or count % self.microbatch_multiple:
+            raise ScheduleError(f"{count} microbatches; this layout runs a positive multiple of {self.microbatch_multiple}; add empty ones")
+        slices = self._groups.layout.tp if self._chunks[0].module.config.sequence_parallel else 1
+        if uneven := [m.source.num_positions for m in microbatches if m.source.num_positions % slices]:
+            raise ScheduleError(f"microbatches of {uneven} positions; with sequence parallelism multiples of {slices}: pad with a segment of their own")
+        if len({m.routes is None for m in microbatches}) > 1:
+            raise ScheduleError("some microbatches bring routes and some do not; a schedule replays all of them or none")
