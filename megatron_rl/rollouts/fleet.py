@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import httpx
+
 from megatron_rl.rollouts.errors import ServerError
 
 State = Literal["starting", "up", "ready", "suspect", "dead", "given_up"]
@@ -78,7 +80,7 @@ class Fleet:
     """`await fleet.run()` keeps `count` servers alive; events arrive in `fleet.events`.
 
     start: starts the server of a slot and returns its handle (it need not answer yet).
-    check: returns if the server at a URL is healthy, raises ServerError otherwise; it is cut off after check_timeout_s.
+    check: returns if the server at a URL is healthy, raises ServerError or an httpx.HTTPError otherwise; it is cut off after check_timeout_s.
     """
 
     def __init__(
@@ -221,8 +223,8 @@ class Fleet:
                 await self._check(url)
         except TimeoutError:
             return f"no answer within {self._limits.check_timeout_s:g} s"
-        except ServerError as error:
-            return error.answer
+        except (ServerError, httpx.HTTPError) as error:
+            return f"{type(error).__name__}: {error}"
         return None
 
     def _tell(self, kind: Literal["joined", "left", "given_up"], server: Server, reason: str = "") -> None:

@@ -1,0 +1,7 @@
+"""Prompts, worked solutions and rewards: each a pure function of (seed, index), so that the cursor of a run is one integer."""
+
+from megatron_rl.tasks.errors import RewardError, TaskError
+from megatron_rl.tasks.loading import load_task
+from megatron_rl.tasks.task import Item, Task
+
+__all__ = ["Item", "RewardError", "Task", "TaskError", "load_task"]

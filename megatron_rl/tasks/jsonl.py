@@ -1,0 +1,61 @@
+"""Items from a file of JSON lines, in a new random order each time round."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl.tasks.errors import TaskError
+from megatron_rl.tasks.task import Item
+
+
+class JsonlSource:
+    """Each line an object with the strings `prompt` and `answer` (or whatever the reward needs), and perhaps `solution`.
+
+    The order of round r is a permutation drawn from (seed, r), so an item is a function of (file, seed, index).
+    """
+
+    def __init__(self, file: Path, seed: int, needs_answer: bool):
+        self.file = file
+        self._items = [_item(file, number, line, needs_answer) for number, line in _lines(file)]
+        if not self._items:
+            raise TaskError(f"task.file = {file}: holds no line; give at least one prompt")
+        self._order = lru_cache(maxsize=4)(lambda round_: np.random.default_rng((seed, round_)).permutation(len(self._items)))
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def item(self, index: int) -> Item:
+        round_, position = divmod(index, len(self._items))
+        return self._items[self._order(round_)[position]]
+
+    def score(self, answer: str, item: Item) -> float:
+        """1 where the answer is exactly the line's, white space at the ends aside; else 0."""
+        return float(answer == item.fields["answer"].strip())
+
+
+def _lines(file: Path) -> list[tuple[int, str]]:
+    """(line number from 1, text) of the lines that are not blank."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(
+            f"task.file = {file}: cannot be read as UTF-8 text ({error}); give the path of a file of JSON lines"
+        ) from error
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _item(file: Path, number: int, line: str, needs_answer: bool) -> Item:
+    where = f"{file}, line {number}"
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise TaskError(f"{where}: not valid JSON ({error}); found {line[:80]!r}; each line is one JSON object") from error
+    if not isinstance(entry, dict):
+        raise TaskError(f"{where}: found {line[:80]!r}; each line is one JSON object with 'prompt' and 'answer'")
+    for key, is_needed in (("prompt", True), ("answer", needs_answer), ("solution", False)):
+        if (is_needed or key in entry) and not isinstance(entry.get(key), str):
+            remedy = " (a reward of your own, task.reward, can do without one)" if key == "answer" else ""
+            raise TaskError(f"{where}: '{key}' is {entry.get(key)!r}; it has to be a string{remedy}")
+    return Item(fields=entry, solution=entry.get("solution"), entry=entry)

@@ -1,0 +1,47 @@
+"""From the task section of a config to a Task, with everything that can be wrong found at once and early."""
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rl.config.sections import Task as TaskSection
+from megatron_rl.tasks.errors import TaskError
+from megatron_rl.tasks.jsonl import JsonlSource
+from megatron_rl.tasks.reasoning_gym import ReasoningGymSource
+from megatron_rl.tasks.task import Source, Task
+
+
+def load_task(section: TaskSection, seed: int) -> Task:
+    """Raises TaskError for an unknown task, bad arguments, a bad file, a reward that cannot be imported, or a template that does not fit."""
+    source: Source
+    if section.name is not None:
+        source = ReasoningGymSource(section.name, section.arguments, section.size, seed)
+    else:
+        source = JsonlSource(section.file, seed, needs_answer=section.reward is None)
+    reward = import_function(section.reward, "task.reward") if section.reward else None
+    name = section.name or section.file.name
+    task = Task(name, source, section.prompt_template, section.answer_template, reward)
+    task.prompt(0)  # a template that cannot be filled shows here, not at the first group
+    return task
+
+
+def import_function(path: str, where: str) -> Callable:
+    """The function behind 'module:function'; modules in the current folder count."""
+    module_name, colon, function_name = path.partition(":")
+    if not colon or not module_name or not function_name:
+        raise TaskError(f"{where} = '{path}': write it as module:function, for example my_rewards:exact")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's file, which may raise anything
+        last_lines = "".join(traceback.format_exception(error)[-2:]).strip()
+        raise TaskError(f"{where} = '{path}': importing {module_name} failed (searched from {here} too): {last_lines}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = ", ".join(name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name)))
+        raise TaskError(f"{where} = '{path}': {module_name} has no function {function_name}; it has {known or 'none'}")
+    return function

@@ -1,0 +1,46 @@
+"""Items that reasoning-gym makes by a random generator seeded for each index."""
+
+import difflib
+import importlib
+import threading
+from typing import Any
+
+from megatron_rl.tasks.errors import TaskError
+from megatron_rl.tasks.task import Item
+
+_LARGEST_SEED = 2**31  # reasoning-gym adds the index to the seed, and numpy's generators take 32 bits
+
+
+class ReasoningGymSource:
+    """One reasoning-gym dataset of `size` items. Templates may name the entry's `metadata`, for example {expression}."""
+
+    def __init__(self, name: str, arguments: dict[str, Any], size: int, seed: int):
+        self.name, self.size = name, size
+        self._dataset = _create(name, {**arguments, "size": size, "seed": seed % _LARGEST_SEED})
+        self._lock = threading.Lock()  # some datasets keep a generator or a cache between items
+
+    def item(self, index: int) -> Item:
+        with self._lock:
+            entry = self._dataset[index % self.size]
+        metadata = {key: value for key, value in entry.get("metadata", {}).items() if isinstance(key, str)}
+        fields = metadata | {"prompt": entry["question"], "answer": entry["answer"]}
+        return Item(fields=fields, solution=None, entry=entry)
+
+    def score(self, answer: str, item: Item) -> float:
+        """reasoning-gym's own score, in most tasks 1 for right and little or 0 for wrong."""
+        return self._dataset.score_answer(answer, item.entry)
+
+
+def _create(name: str, arguments: dict[str, Any]) -> Any:
+    gym = importlib.import_module("reasoning_gym")
+    known = importlib.import_module("reasoning_gym.factory").DATASETS
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3) or sorted(known)[:3]
+        raise TaskError(
+            f"task.name = '{name}': reasoning-gym knows no such task; near it are {', '.join(near)} (of {len(known)} in all)"
+        )
+    try:
+        return gym.create_dataset(name, **arguments)
+    except (TypeError, AssertionError, ValueError) as error:
+        fields = ", ".join(f for f in known[name][1].__dataclass_fields__ if f not in ("seed", "size"))
+        raise TaskError(f"task.arguments of '{name}' are refused: {error}; it takes {fields}") from error

@@ -1,0 +1,94 @@
+"""A task: where its items come from, how they are put to the model, and how an answer is scored."""
+
+import math
+import re
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_rl.tasks.errors import RewardError, TaskError
+
+Reward = Callable[[str, str, dict], float]
+"""f(prompt, completion, item) -> reward; `item` is the source's own entry (a line of the JSONL file, a reasoning-gym entry)."""
+
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One entry of a source. `fields`: what templates may name, `prompt` and `answer` among them."""
+
+    fields: Mapping[str, Any]
+    solution: str | None
+    entry: dict
+
+
+class Source(Protocol):
+    """Items by index; the same index gives the same item in every process and after every restart."""
+
+    def item(self, index: int) -> Item: ...
+
+    def score(self, answer: str, item: Item) -> float: ...
+
+
+def extract_answer(completion: str) -> str:
+    """What of a completion counts as its answer: the text in the last <answer>...</answer>, else all of it; without outer white space."""
+    tagged = _ANSWER_TAG.findall(completion)
+    return (tagged[-1] if tagged else completion).strip()
+
+
+@dataclass(frozen=True)
+class Task:
+    """Made by `load_task`. Any index from 0 is valid; sources start again (in another order, where they have one) at their end."""
+
+    name: str
+    source: Source
+    prompt_template: str
+    answer_template: str
+    reward: Reward | None = None
+    """None: the source's own score of the extracted answer."""
+
+    def item(self, index: int) -> Item:
+        return self.source.item(index)
+
+    def prompt(self, index: int) -> str:
+        """The text of the prompt, before any chat template."""
+        return fill(self.prompt_template, self.item(index).fields, "task.prompt_template")
+
+    def solution(self, index: int) -> str:
+        """A worked solution: the item's own, else its answer in the answer template."""
+        item = self.item(index)
+        if item.solution is not None:
+            return item.solution
+        return fill(self.answer_template, item.fields, "task.answer_template")
+
+    def score(self, index: int, completion: str) -> float:
+        """The reward of a completion's text. Raises RewardError; may be slow, and may be called from any thread."""
+        item = self.item(index)
+        try:
+            if self.reward is None:
+                value = self.source.score(extract_answer(completion), item)
+            else:
+                value = self.reward(self.prompt(index), completion, item.entry)
+        except Exception as error:  # whatever a user's function raises costs one group, not the run
+            last_lines = "".join(traceback.format_exception(error)[-3:]).strip()
+            raise RewardError(f"{self.name}: the reward of prompt {index} raised: {last_lines}") from error
+        if isinstance(value, bool) or isinstance(value, int | float):
+            value = float(value)
+        elif hasattr(value, "item"):  # a numpy or torch scalar
+            value = value.item()
+        if not isinstance(value, float) or not math.isfinite(value):
+            raise RewardError(f"{self.name}: the reward of prompt {index} is {value!r}; a reward is a finite number")
+        return value
+
+
+def fill(template: str, fields: Mapping[str, Any], where: str) -> str:
+    """The template with its {names} replaced. Raises TaskError for a name that the item does not have."""
+    try:
+        return template.format_map(fields)
+    except (KeyError, ValueError, IndexError, AttributeError) as error:
+        raise TaskError(
+            f"{where} = {template!r}: cannot be filled ({type(error).__name__}: {error}); the names of this task are "
+            f"{', '.join(sorted(fields))}; braces that are meant as such are written twice, {{{{ and }}}}"
+        ) from error
