@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.keep_set.accumulate import accumulation_dtype, product
-from megatron_rl.keep_set.plan import Plan, Shard, pairs_of
+from megatron_rl.keep_set.plan import Plan, Shard, pairs_in_blocks
 from megatron_rl.keep_set.sets import KeepSets
 from megatron_rl.keep_set.statistics import MAXIMUM, MOMENT, TARGET, TOTAL, entropy, no_statistics
 from megatron_rl.keep_set.statistics import merge as merge_statistics
@@ -20,7 +20,6 @@ from megatron_rl.keep_set.weight_gradient import WeightGradient
 _CHUNK_BYTES = 32 << 20  # of logits, and of widened weight rows
 _TOKENS_AT_ONCE = 4096
 _MASK_BYTES = 128 << 20  # one byte per logit of tokens with a set
-_MASK_PAIRS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -37,16 +36,13 @@ class DenseBlock:
         """bool [N, rows of the shard], True where a row is not kept; None for full tokens. Large, so made anew when needed."""
         if self.keep_sets is None:
             return None
-        tokens, ids = self.tokens.to(self.keep_sets.device), self.keep_sets.keep_ids
+        tokens = self.tokens.to(self.keep_sets.device)
         excluded = torch.ones(len(tokens), self.shard.num_rows, dtype=torch.bool, device=self.tokens.device)
-        tokens_at_once = max(1, _MASK_PAIRS_AT_ONCE // max(1, int(self.keep_sets.sizes()[tokens].max())))
-        for first in range(0, len(tokens), tokens_at_once):
-            some = slice(first, first + tokens_at_once)
-            position, owner = pairs_of(tokens[some], self.keep_sets.keep_offsets)
-            rows = ids[position] - self.shard.first
+        for ids, owner in pairs_in_blocks(self.keep_sets, tokens):
+            rows = ids - self.shard.first
             here = (rows >= 0) & (rows < self.shard.num_rows)
-            flat = (torch.searchsorted(tokens, owner[here]) * self.shard.num_rows + rows[here]).to(excluded.device)
-            excluded.view(-1).index_fill_(0, flat, False)
+            flat = torch.searchsorted(tokens, owner[here]) * self.shard.num_rows + rows[here]
+            excluded.view(-1).index_fill_(0, flat.to(excluded.device), False)
         return excluded
 
 
@@ -87,9 +83,9 @@ def add_dense_gradients(
 def _logits(block: DenseBlock, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, Tensor]]:
     """(first row, logits [N, chunk]) of every chunk; masked logits hold the lowest number, not -inf (inf - inf is NaN)."""
     excluded = block.mask()
-    widest = max(hidden.shape) * accumulation_dtype(hidden).itemsize
-    for rows in torch.arange(block.shard.num_rows).split(max(128, _CHUNK_BYTES // widest)):
-        first, last = int(rows[0]), int(rows[-1]) + 1
+    rows_at_once = max(128, _CHUNK_BYTES // (max(hidden.shape) * accumulation_dtype(hidden).itemsize))
+    for first in range(0, block.shard.num_rows, rows_at_once):
+        last = min(first + rows_at_once, block.shard.num_rows)
         logits = product(hidden, weight[first:last].t()).div_(block.temperature)
         if excluded is not None:
             logits.masked_fill_(excluded[:, first:last], torch.finfo(logits.dtype).min)

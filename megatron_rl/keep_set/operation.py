@@ -14,11 +14,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rl.keep_set import cpu_kernels
 from megatron_rl.keep_set.accumulate import accumulation_dtype
+from megatron_rl.keep_set.collectives import gather_rows, group_size, reduce_hidden_gradient
 from megatron_rl.keep_set.dense_route import add_dense_gradients, dense_blocks, dense_statistics
 from megatron_rl.keep_set.pair_route import add_weight_gradient, logit_gradients, pair_statistics
 from megatron_rl.keep_set.plan import Plan, Shard, make_plan
-from megatron_rl.keep_set.sequence import gather_sequence, reduce_hidden_gradient
-from megatron_rl.keep_set.sets import KeepSets
+from megatron_rl.keep_set.sets import KeepSets, TokenKind
 from megatron_rl.keep_set.statistics import entropy, log_probability, merge_across_ranks, no_statistics
 from megatron_rl.keep_set.weight_gradient import WeightGradient
 
@@ -59,7 +59,7 @@ def keep_set_log_probs(
     (torch.no_grad) nothing is kept. Raises ValueError on shapes, records.ContractError on sets.
     """
     shard = Shard.of(weight.shape[0], vocab_size, group)
-    _check_shapes(hidden, weight, keep_sets, temperature, num_parts=group.size() if sequence_parallel and group is not None else 1)
+    _check_shapes(hidden, weight, keep_sets, temperature, num_parts=group_size(group) if sequence_parallel else 1)
     call = _Call(
         keep_sets=keep_sets, plan=make_plan(keep_sets, shard, vocab_size, hidden.device), shard=shard,
         temperature=temperature.to(hidden.device) if isinstance(temperature, Tensor) else float(temperature),
@@ -67,6 +67,35 @@ def keep_set_log_probs(
     )  # fmt: skip
     log_probs, entropies = _KeepSetLogProbs.apply(hidden, weight, call)
     return KeepSetOutput(log_probs, entropies if needs_entropy else None)
+
+
+@torch.no_grad()
+def entropy_full(
+    hidden: Tensor,
+    weight: Tensor,
+    sample: Tensor,
+    *,
+    temperature: float | Tensor,
+    vocab_size: int,
+    group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+) -> Tensor:
+    """Entropies over the whole vocabulary, fp32 [S] in nats without gradient, of the positions `sample` (int64 [S], distinct).
+
+    The cost is that of S dense rows; the sample is the same on every rank. The other arguments are keep_set_log_probs's.
+    """
+    num_tokens = hidden.shape[0] * (group_size(group) if sequence_parallel else 1)
+    kinds = torch.full((num_tokens,), TokenKind.UNSCORED, dtype=torch.uint8, device=sample.device)
+    kinds[sample] = TokenKind.FULL
+    whole_vocabulary = KeepSets(
+        target_ids=torch.zeros_like(kinds, dtype=torch.int64),
+        kinds=kinds,
+        keep_ids=torch.empty(0, dtype=torch.int32, device=sample.device),
+        keep_offsets=torch.zeros(num_tokens + 1, dtype=torch.int64, device=sample.device),
+    )
+    layout = {"vocab_size": vocab_size, "group": group, "sequence_parallel": sequence_parallel}
+    out = keep_set_log_probs(hidden, weight, whole_vocabulary, temperature=temperature, **layout)
+    return out.entropy[sample.to(hidden.device)]
 
 
 @dataclass(frozen=True)
@@ -87,7 +116,7 @@ class _Call:
         return self.temperature[self.plan.pairs.tokens] if isinstance(self.temperature, Tensor) else self.temperature
 
     def gather(self, hidden: Tensor) -> Tensor:
-        return gather_sequence(hidden, self.group) if self.sequence_parallel else hidden
+        return gather_rows(hidden, self.group) if self.sequence_parallel else hidden
 
 
 class _KeepSetLogProbs(torch.autograd.Function):

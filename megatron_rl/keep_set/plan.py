@@ -8,14 +8,18 @@ A token takes one of three ways, each chosen from what all ranks know, so that t
   product over the whole vocabulary is cheaper than reading their rows.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.keep_set.collectives import group_size
 from megatron_rl.keep_set.sets import KeepSets, TokenKind
 from megatron_rl.records import ContractError
+
+_WIDE_PAIRS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Shard:
     @classmethod
     def of(cls, num_local_rows: int, vocab_size: int, group: dist.ProcessGroup | None) -> "Shard":
         """num_local_rows: rows of the weight on each rank, padding included. Raises ValueError if they cannot hold the vocabulary."""
-        rank, size = (0, 1) if group is None else (group.rank(), group.size())
+        rank, size = 0 if group is None else group.rank(), group_size(group)
         if not 0 < vocab_size <= size * num_local_rows:
             raise ValueError(f"vocab_size is {vocab_size}; {size} shards of {num_local_rows} rows hold 1..{size * num_local_rows} ids")
         first = min(rank * num_local_rows, vocab_size)
@@ -81,7 +85,7 @@ class Plan:
 
 
 def make_plan(keep_sets: KeepSets, shard: Shard, vocab_size: int, device: torch.device) -> Plan:
-    """Raises ContractError where a target is not once in its set or an id is out of range; the rest is `check_keep_sets`'."""
+    """Raises ContractError on what would give a plausible, wrong number: no set, a target outside its set, an id out of range."""
     costs = CPU_COSTS if device.type == "cpu" else GPU_COSTS
     sizes = keep_sets.sizes()
     full = keep_sets.kinds == TokenKind.FULL
@@ -89,6 +93,10 @@ def make_plan(keep_sets: KeepSets, shard: Shard, vocab_size: int, device: torch.
     wide = several & _on_dense_route(torch.where(several, sizes, 0), bool(full.any()), vocab_size, costs)
     masks = (several & ~wide, wide, full, several | full)
     pair_tokens, wide_tokens, full_tokens, computed = (mask.nonzero().squeeze(1) for mask in masks)
+    _refuse_bad_small_sets(keep_sets, sizes)
+    _refuse_bad_targets(keep_sets, full_tokens, vocab_size)
+    for ids, owner in pairs_in_blocks(keep_sets, wide_tokens):
+        _refuse_bad_pairs(keep_sets, ids, owner, vocab_size)
     pairs = _local_pairs(keep_sets, pair_tokens, shard, vocab_size)
     selected = (tensor.to(device, non_blocking=True) for tensor in (*pairs, wide_tokens, full_tokens, computed))
     rows, offsets, tokens, targets, wide_tokens, full_tokens, computed = selected
@@ -103,20 +111,25 @@ def _on_dense_route(sizes: Tensor, has_full_tokens: bool, vocab_size: int, costs
     return wide & (torch.where(wide, saved, 0.0).sum() > fixed)
 
 
-def pairs_of(tokens: Tensor, keep_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """int64 [n], [n]: positions in keep_ids of the sets of `tokens` (int64 [m], rising), and the token of each."""
-    starts = keep_offsets[tokens]
-    sizes = keep_offsets[tokens + 1] - starts
+def pairs_of(sets: KeepSets, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The kept ids (int32 [n]) of `tokens` (int64 [m], rising), and the token of each (int64 [n])."""
+    starts = sets.keep_offsets[tokens]
+    sizes = sets.keep_offsets[tokens + 1] - starts
     before = sizes.cumsum(0) - sizes
     shift = torch.repeat_interleave(starts - before, sizes)
-    return torch.arange(len(shift), device=shift.device) + shift, torch.repeat_interleave(tokens, sizes)
+    return sets.keep_ids[torch.arange(len(shift), device=shift.device) + shift], torch.repeat_interleave(tokens, sizes)
+
+
+def pairs_in_blocks(sets: KeepSets, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """`pairs_of` a few tokens at a time: the sets of wide tokens together may hold as many ids as there are logits."""
+    if len(tokens):
+        at_once = max(1, _WIDE_PAIRS_AT_ONCE // max(1, int(sets.sizes()[tokens].max())))
+        yield from (pairs_of(sets, some) for some in tokens.split(at_once))
 
 
 def _local_pairs(sets: KeepSets, tokens: Tensor, shard: Shard, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    position, owner = pairs_of(tokens, sets.keep_offsets)
-    ids = sets.keep_ids[position]
-    is_target = ids == sets.target_ids[owner]
-    _refuse_bad_pairs(sets, tokens, ids, owner, is_target, vocab_size)
+    ids, owner = pairs_of(sets, tokens)
+    is_target = _refuse_bad_pairs(sets, ids, owner, vocab_size)
     here = (ids >= shard.first) & (ids < shard.stop)
     num_here_before = torch.nn.functional.pad(here.cumsum(0), (1, 0))  # [n + 1]
     sizes = torch.zeros_like(sets.target_ids)
@@ -125,13 +138,38 @@ def _local_pairs(sets: KeepSets, tokens: Tensor, shard: Shard, vocab_size: int) 
     return ids[here] - shard.first, offsets.int(), owner[here], is_target[here].nonzero().squeeze(1)
 
 
-def _refuse_bad_pairs(sets: KeepSets, tokens: Tensor, ids: Tensor, owner: Tensor, is_target: Tensor, vocab_size: int) -> None:
-    """Both would give a plausible, wrong number: the sum would miss an id, or the target's logit would be 0."""
-    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+def _refuse_bad_pairs(sets: KeepSets, ids: Tensor, owner: Tensor, vocab_size: int) -> Tensor:
+    """bool [n]: which pairs are their token's target. An id out of range would drop out of a sum, a missing target's logit would be 0."""
+    is_target = ids == sets.target_ids[owner]
+    if not len(ids):
+        return is_target
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         bad = int(((ids < 0) | (ids >= vocab_size)).nonzero()[0])
         raise ContractError(rollout="unnamed", token=int(owner[bad]), value=int(ids[bad]), rule=f"kept ids lie in 0..{vocab_size - 1}")
-    if int(is_target.sum()) == len(tokens) == len(torch.unique_consecutive(owner[is_target])):
-        return
-    times = torch.zeros_like(sets.target_ids).index_add_(0, owner, is_target.long())[tokens]
-    bad = int(tokens[(times != 1).nonzero()[0]])
-    raise ContractError(rollout="unnamed", token=bad, value=int(sets.target_ids[bad]), rule="the target is in its keep-set, once")
+    tokens = torch.unique_consecutive(owner)
+    found = owner[is_target]
+    if len(found) != len(tokens) or not torch.equal(found, tokens):
+        times = torch.zeros_like(sets.target_ids).index_add_(0, owner, is_target.long())[tokens]
+        bad = int(tokens[(times != 1).nonzero()[0]])
+        raise ContractError(rollout="unnamed", token=bad, value=int(sets.target_ids[bad]), rule="the target is in its keep-set, once")
+    return is_target
+
+
+def _refuse_bad_small_sets(sets: KeepSets, sizes: Tensor) -> None:
+    """Empty sets and singletons of another id: both would have log-prob 0, which is also a good singleton's."""
+    small = ((sets.kinds == TokenKind.KEEP_SET) & (sizes < 2)).nonzero().squeeze(1)
+    if bool((sizes[small] < 1).any()):
+        bad = int(small[sizes[small] < 1][0])
+        raise ContractError(rollout="unnamed", token=bad, value=0, rule="a KEEP_SET token keeps at least one id")
+    foreign = sets.keep_ids[sets.keep_offsets[small]] != sets.target_ids[small]
+    if bool(foreign.any()):
+        bad = int(small[foreign][0])
+        raise ContractError(rollout="unnamed", token=bad, value=int(sets.target_ids[bad]), rule="the target is in its keep-set, once")
+
+
+def _refuse_bad_targets(sets: KeepSets, full_tokens: Tensor, vocab_size: int) -> None:
+    targets = sets.target_ids[full_tokens]
+    outside = (targets < 0) | (targets >= vocab_size)
+    if bool(outside.any()):
+        bad = int(full_tokens[outside][0])
+        raise ContractError(rollout="unnamed", token=bad, value=int(sets.target_ids[bad]), rule=f"targets lie in 0..{vocab_size - 1}")

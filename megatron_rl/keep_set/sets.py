@@ -90,8 +90,9 @@ def _violations(sets: KeepSets, vocab_size: int):
     def where(bad: Tensor, values: Tensor, rule: str) -> tuple[Tensor, Tensor, str]:
         return everywhere[bad], values[bad], rule
 
-    if int(sets.keep_offsets[0]) != 0 or int(sets.keep_offsets[-1]) != sets.keep_ids.numel():
-        yield everywhere.new_zeros(1), sets.keep_offsets[[[0, -1]]], f"keep_offsets begin at 0 and end at {sets.keep_ids.numel()}, the number of ids"
+    num_pairs, begin, end = sets.keep_ids.numel(), sets.keep_offsets[:1], sets.keep_offsets[-1:]
+    yield begin.new_zeros(int(begin != 0)), begin, "keep_offsets begin at 0"
+    yield end.new_zeros(int(end != num_pairs)), end, f"keep_offsets end at {num_pairs}, the number of ids"
     yield where(sizes < 0, sizes, "keep_offsets never fall")
     yield where(kinds > max(TokenKind), kinds, "kinds are UNSCORED, KEEP_SET or FULL")
     yield where((kinds == TokenKind.KEEP_SET) & (sizes == 0), sizes, "a KEEP_SET token keeps at least one id (is the rollout's distribution NaN?)")

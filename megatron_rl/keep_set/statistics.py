@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.keep_set.collectives import gather_rows, group_size
+
 MAXIMUM, TOTAL, MOMENT, TARGET = range(4)
 
 
@@ -34,11 +36,7 @@ def merge_across_ranks(statistics: Tensor, group: dist.ProcessGroup | None) -> T
 
     An all-gather of the four rows takes the place of one all-reduce of the maxima and one of the sums: half the latency.
     """
-    if group is None or group.size() == 1:
-        return statistics
-    parts = statistics.new_empty(group.size() * 4, statistics.shape[1])
-    dist.all_gather_into_tensor(parts, statistics.contiguous(), group=group)
-    return merge(parts.view(group.size(), 4, -1))
+    return merge(gather_rows(statistics, group).view(group_size(group), 4, -1))
 
 
 def log_probability(statistics: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def make_sets(num_tokens: int, vocab_size: int, sizes: list[int], generator: tor
     return KeepSets(targets, kinds, torch.cat([torch.empty(0, dtype=torch.int64), *kept]).int(), offsets)
 
 
-def make_case(seed=0, *, num_tokens=24, vocab_size=50, num_rows=56, width=16, dtype=torch.float32, sizes=(1, 1, 2, 3, 5), full=0.0) -> Case:
+def make_case(seed=0, *, num_tokens=24, vocab_size=50, num_rows=56, width=16, dtype=torch.float32, sizes=(1, 1, 2, 3, 5), **kinds) -> Case:
     """num_rows: vocabulary rows with padding; the padding rows' logits would swallow everything if they took part."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num_tokens, width, generator=generator, dtype=torch.float64).to(dtype)
@@ -49,7 +49,7 @@ def make_case(seed=0, *, num_tokens=24, vocab_size=50, num_rows=56, width=16, dt
     return Case(
         hidden=hidden,
         weight=weight.to(dtype),
-        keep_sets=make_sets(num_tokens, vocab_size, list(sizes), generator, full=full),
+        keep_sets=make_sets(num_tokens, vocab_size, list(sizes), generator, **kinds),
         temperature=0.5 + torch.rand(num_tokens, generator=generator),
         vocab_size=vocab_size,
         upstream=torch.randn(num_tokens, generator=generator),

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from tests.unit.keep_set.cases import GRADIENT_TOLERANCE, VALUE_TOLERANCE, Case, make_case, reference, relative_difference
 
-from megatron_rl.keep_set import KeepSets, TokenKind, keep_set_log_probs, plan
+from megatron_rl.keep_set import KeepSets, TokenKind, entropy_full, keep_set_log_probs, plan
 from megatron_rl.records import ContractError
+from tests.unit.keep_set.cases import GRADIENT_TOLERANCE, VALUE_TOLERANCE, Case, make_case, reference, relative_difference
 
 FORCED_ROUTES = {
     "by cost": plan.CPU_COSTS,
@@ -58,7 +58,7 @@ def test_several_chunks_blocks_and_groups_give_the_same(monkeypatch, route):
 
     for module, name, value in (
         (cpu_kernels, "_PAIRS_PER_BLOCK", 8), (pair_route, "_SUMS_BYTES", 256), (dense_route, "_CHUNK_BYTES", 1),
-        (dense_route, "_MASK_PAIRS_AT_ONCE", 100), (dense_route, "_TOKENS_AT_ONCE", 7),
+        (plan, "_WIDE_PAIRS_AT_ONCE", 100), (dense_route, "_TOKENS_AT_ONCE", 7),
     ):  # fmt: skip
         assert hasattr(module, name)
         monkeypatch.setattr(module, name, value)
@@ -226,7 +226,7 @@ def test_no_token_at_all_and_no_scored_token():
         assert got["log_probs"].shape == case.upstream.shape and not got["d_weight"].any()
 
 
-def test_what_would_give_a_wrong_number_is_refused_in_the_call():
+def test_what_would_give_a_wrong_number_is_refused_in_the_call(route):
     case = make_case(17, sizes=(3,))
     sets, first = case.keep_sets, int((case.keep_sets.kinds == TokenKind.KEEP_SET).nonzero()[0])
     place = int(sets.keep_offsets[first])
@@ -246,6 +246,23 @@ def test_what_would_give_a_wrong_number_is_refused_in_the_call():
     assert error.value.token == first
 
 
+def test_a_lost_set_and_a_singleton_of_another_id_are_refused():
+    """Both would silently score 0."""
+    kinds, target, no_set = torch.tensor([1], dtype=torch.uint8), torch.tensor([3]), torch.zeros(0, dtype=torch.int32)
+    for ids, offsets, rule in ((no_set, [0, 0], "keeps at least one id"), (no_set.new_tensor([4]), [0, 1], "the target is in its keep-set")):
+        sets = KeepSets(target, kinds, ids, torch.tensor(offsets))
+        with pytest.raises(ContractError, match=rule):
+            keep_set_log_probs(torch.ones(1, 2), torch.ones(5, 2), sets, temperature=1.0, vocab_size=5)
+
+
+def test_a_full_token_with_a_target_in_the_padding_is_refused():
+    case = make_case(17, unscored=0.0, full=1.0)
+    case.keep_sets.target_ids[4] = case.vocab_size
+    with pytest.raises(ContractError, match="targets lie in") as error:
+        run(case)
+    assert error.value.token == 4
+
+
 def test_shapes_dtypes_and_temperature_are_checked():
     case = make_case(18)
     arguments = {"hidden": case.hidden, "weight": case.weight, "keep_sets": case.keep_sets, "temperature": 1.0, "vocab_size": 50}
@@ -255,3 +272,11 @@ def test_shapes_dtypes_and_temperature_are_checked():
     ):  # fmt: skip
         with pytest.raises(ValueError):
             keep_set_log_probs(**{**arguments, **changed})
+
+
+def test_full_entropy_of_a_sample():
+    case = make_case(19, full=1.0, unscored=0.0)
+    sample = torch.tensor([20, 3, 7])
+    got = entropy_full(case.hidden.requires_grad_(), case.weight, sample, temperature=case.temperature, vocab_size=case.vocab_size)
+    assert not got.requires_grad
+    assert relative_difference(got, reference(case, with_entropy=False)["entropy"][sample]) < VALUE_TOLERANCE[torch.float32]
