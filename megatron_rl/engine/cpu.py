@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils._device
 
 _CHECKED_VERSIONS = ("0.16.", "0.19.")
 

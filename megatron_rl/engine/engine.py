@@ -18,7 +18,7 @@ from megatron_rl.engine.clock import Clock
 from megatron_rl.engine.gather import HfTensors
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.head import Head, Loss
-from megatron_rl.engine.model import Backend, build_chunks, mark_expert_parameters, wrap_for_training
+from megatron_rl.engine.model import Backend, build_chunks, mark_parameters, wrap_for_training
 from megatron_rl.engine.optimizer import build_optimizer, check_gradients, set_rates
 from megatron_rl.engine.replay import Routes, RoutingReplay, make_routes
 from megatron_rl.engine.schedule import Schedule
@@ -48,7 +48,7 @@ class Engine:
         self.table = ParameterTable(hf_config, padded_vocab_size=padded, spelling=self.backend.spelling)
         self.placement = Placement(self.table, groups.layout)
         chunks = build_chunks(self.table.architecture, config, groups, self.backend, padded_vocab_size=padded)
-        mark_expert_parameters(chunks, self.placement, groups.rank)
+        mark_parameters(chunks, self.placement, groups.rank)
         self._held = list(self.placement.held_by(groups.rank).values())
         self._parameters = {(held.chunk, held.name): chunks[held.chunk].get_parameter(held.name) for held in self._held}
         self._fill(weights)

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -20,6 +21,7 @@ from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.norm import RMSNorm
 from megatron_rl.layouts import LOCAL, TRANSFORMER_ENGINE, ModelArchitecture, Placement, Spelling
+from megatron_rl.layouts.sharding import Split
 
 logger = logging.getLogger(__name__)
 
@@ -173,14 +175,19 @@ def _with_cpu_modules(spec: Any) -> Any:
     return dataclasses.replace(spec, **replaced)
 
 
-def mark_expert_parameters(chunks: list[PolicyModel], placement: Placement, rank: int) -> None:
-    """Tell Megatron which gradients belong to experts; before DDP is built.
+def mark_parameters(chunks: list[PolicyModel], placement: Placement, rank: int) -> None:
+    """Tell Megatron which parameters are experts' and which are cut over tensor-parallel ranks; before DDP is built.
 
-    0.16.1 decides by ep > 1 alone: with ep = 1 and tp != etp it reduces an expert's gradient over the wrong group, silently.
+    Experts: 0.16.1 decides by ep > 1 alone; with ep = 1 and tp != etp it reduces their gradients over the wrong group, silently.
+    Cut: Megatron notes it where it initialises a weight, which it does not do here. Without the mark the gradient norm
+    leaves out all ranks but the first.
     """
     for (chunk, name), held in placement.held_by(rank).items():
+        parameter, sharding = chunks[chunk].get_parameter(name), held.parameter.kind.sharding
         if held.parameter.is_expert:
-            chunks[chunk].get_parameter(name).allreduce = False
+            parameter.allreduce = False
+        if isinstance(sharding, Split) and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=sharding.dim, stride=sharding.sections)
 
 
 def wrap_for_training(chunks: list[PolicyModel]) -> list[DistributedDataParallel]:
