@@ -110,7 +110,7 @@ class Spool:
 
 
 def _check_finite(plan: StepPlan, name: str) -> None:
-    """JSON has no NaN: a plan that held one could be written and never read."""
+    """A NaN advantage would be trained on, and show only after the step."""
     numbers = {f"the advantage of {e.uid}": e.advantage for e in plan.entries} | plan.summary
     wrong = [f"{what} = {value}" for what, value in numbers.items() if not math.isfinite(value)]
     if wrong:

@@ -26,7 +26,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         tree = tomllib.loads(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file, for example one of model_configs/") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     for dotted, value in parse_overrides(overrides):
         _set(tree, dotted, value)

@@ -65,10 +65,13 @@ class Payload:
         """Record number `index`. moe_layers: the MoE layers whose routes are wanted (their positions in the payload); None: all."""
         if not 0 <= index < len(self):
             raise PayloadError(f"{self.path}: record {index} was asked for, the file holds {len(self)}")
-        arrays = {name: self._file.get_tensor(f"{index}.{name}") for name in _ARRAYS if name != "routed_experts"}
         scalars = dict(self._scalars[index])
         scalars["sampling"] = Sampling(**scalars["sampling"])
-        return Rollout(**scalars, **arrays, routed_experts=self._routes(index, moe_layers))
+        try:
+            arrays = {name: self._file.get_tensor(f"{index}.{name}") for name in _ARRAYS if name != "routed_experts"}
+            return Rollout(**scalars, **arrays, routed_experts=self._routes(index, moe_layers))
+        except SafetensorError as error:
+            raise PayloadError(f"{self.path}: record {index} lacks an array or a MoE layer that was asked for ({error})") from error
 
     def _routes(self, index: int, moe_layers: Sequence[int] | None) -> np.ndarray:
         if moe_layers is None:

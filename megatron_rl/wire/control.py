@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 from megatron_rl.records import GroupResult, GroupTask
 
@@ -137,8 +138,8 @@ _ADAPTERS: dict[type, TypeAdapter] = {}
 
 
 def encode(message: object) -> bytes:
-    """A message as JSON."""
-    return _adapter(type(message)).dump_json(message)
+    """A message as JSON. A number that is NaN or infinite stays one, in JavaScript's spelling: a diverged loss has to be reportable."""
+    return to_json(message)
 
 
 def decode(data: bytes, kind: type[T]) -> T:

@@ -1,0 +1,82 @@
+"""The rules between sections: each refuses what could not run, names the values, and lets what can run pass."""
+
+import pytest
+from pydantic import ValidationError
+
+from megatron_rl.config import Config
+from megatron_rl.records import Sampling
+from megatron_rl.topology import Layout
+
+
+def make(**sections):
+    base = {"run": {"name": "r", "steps": 3}, "model": {"path": "/m"}, "task": {"name": "t"}}
+    return Config.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
+
+
+REFUSED = [
+    ({"model": {"architecture": {}}}, "either path or architecture"),
+    ({"model": {"path": None}}, "either path or architecture"),
+    ({"task": {"file": "t.jsonl"}}, "either name"),
+    ({"task": {"name": None}}, "either name"),
+    ({"layout": {"world_size": 3, "tensor": 2}}, "use 4 ranks"),
+    ({"layout": {"world_size": 2, "sequence_parallel": True}}, "needs layout.tensor > 1"),
+    ({"layout": {"world_size": 4, "tensor": 2, "expert": 2, "sequence_parallel": False}}, "sequence_parallel = false"),
+    ({"rollouts": {"max_new_tokens": 4096}}, "leaves no room for a prompt"),
+    ({"trainer": {"max_tokens_per_microbatch": 4095}}, "never split over microbatches"),
+    ({"rollouts": {"keep_set_source": "processed_logprobs", "top_k": 65}}, "top_k = 65"),
+    ({"objective": {"old_policy": "rollout"}}, "counted twice"),
+    ({"objective": {"correction_low": 2.0}}, "has to be below correction_high"),
+    ({"trainer": {"updates_per_step": 3}}, "not a multiple"),
+    ({"optimizer": {"min_learning_rate": 1.0}}, "min_learning_rate"),
+]
+
+
+@pytest.mark.parametrize(("sections", "says"), REFUSED, ids=[says for _, says in REFUSED])
+def test_what_could_not_run_is_refused(sections, says):
+    with pytest.raises(ValidationError) as caught:
+        make(**sections)
+    assert says in str(caught.value)
+
+
+def test_several_broken_rules_are_said_together():
+    with pytest.raises(ValidationError) as caught:
+        make(objective={"old_policy": "rollout"}, trainer={"updates_per_step": 3})
+    assert "counted twice" in str(caught.value) and "not a multiple" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"objective": {"old_policy": "rollout", "correction": "none"}},
+        {"trainer": {"max_tokens_per_microbatch": 4096}},
+        {"rollouts": {"keep_set_source": "processed_logprobs", "top_k": 64}},
+        {"layout": {"world_size": 4, "tensor": 2, "expert": 2}},
+    ],
+)
+def test_the_edge_of_a_rule_passes(sections):
+    make(**sections)
+
+
+def test_derived_values():
+    config = make(
+        layout={"world_size": 8, "tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "expert": 2},
+        rollouts={
+            "prompts_per_step": 3,
+            "samples_per_prompt": 5,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 20,
+            "max_new_tokens": 9,
+        },
+    )
+    assert config.parallel == Layout(world_size=8, tp=2, pp=2, ep=2, vpp=2)
+    assert config.sequence_parallel and not make().sequence_parallel
+    assert config.rollouts_per_step == 15
+    assert config.sampling == Sampling(temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=9)
+    assert make(model={"dtype": "float32"}).probe_tolerance == 1e-4 and make().probe_tolerance == 0.1
+    assert make(weight_sync={"probe_tolerance": 0.5}).probe_tolerance == 0.5
+
+
+def test_sections_are_frozen():
+    with pytest.raises(ValidationError):
+        make().run.steps = 4
