@@ -1,6 +1,7 @@
 """The one table of a model's parameters, by either side's names; and which family a config belongs to."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -59,7 +60,7 @@ class ParameterTable:
             )
         return self._by_hf_name[hf_name]
 
-    @property
+    @cached_property
     def hf_tensors(self) -> dict[str, HfTensor]:
         """Every tensor of a checkpoint by name, in the order of the parameters; a tied output layer is not among them."""
         return {tensor.name: tensor for parameter in self.parameters for tensor in parameter.hf}
