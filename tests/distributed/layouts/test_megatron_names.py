@@ -62,7 +62,9 @@ def built_by_megatron(model: str, layout: Layout) -> list[Shapes]:
         with megatron_as(layout, rank):
             settings = transformer_config(table.architecture, layout)
             chunks = [build_chunk(table.architecture, settings, vocab_size, layout, number) for number in range(layout.vpp)]
-            found.append({(number, name): tuple(p.shape) for number, chunk in enumerate(chunks) for name, p in chunk.named_parameters()})
+            found.append(
+                {(number, name): tuple(p.shape) for number, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+            )
     return found
 
 
