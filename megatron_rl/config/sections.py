@@ -115,13 +115,17 @@ class Task(Section):
     file: Path | None = None
     """Instead of a name: JSON lines with 'prompt' and 'answer' (and 'solution' for a supervised start)."""
     prompt_template: str = "{prompt}"
-    """The text given to the tokenizer; {prompt} stands for the task's question."""
+    """The text given to the tokenizer; {prompt} stands for the task's question, and other fields of an item go by their names, such as
+    chain_sum's {expression}; braces that are meant as such are written twice."""
     chat_template: bool = False
     """Wrap the prompt as a user message by the tokenizer's chat template."""
     answer_template: str = "{answer}"
     """The worked solution for supervised steps where the task itself brings none."""
     reward: str | None = None
     """module:function called as f(prompt: str, completion: str, item: dict) -> float; None: the task's own."""
+    environment: str | None = None
+    """module:function called as f(turns: list[dict], item: dict) -> str | None after each turn of the policy, for rollouts.max_turns > 1;
+    its text is read as it stands, None ends the episode."""
     size: Positive = 1_000_000
     """Number of different prompts drawn from a reasoning-gym task before it repeats."""
 

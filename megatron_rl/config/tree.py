@@ -152,6 +152,12 @@ def _split_divides(c: Config) -> str | None:
     return None
 
 
+def _turns_need_environment(c: Config) -> str | None:
+    if c.rollouts.max_turns > 1 and c.task.environment is None:
+        return f"rollouts.max_turns = {c.rollouts.max_turns} needs task.environment, a function that answers the policy's turns"
+    return None
+
+
 def _learning_rates(c: Config) -> str | None:
     if c.optimizer.min_learning_rate > c.optimizer.learning_rate:
         return "optimizer.min_learning_rate is above optimizer.learning_rate"
@@ -160,5 +166,5 @@ def _learning_rates(c: Config) -> str | None:
 
 _RULES = (
     _one_model, _one_task, _layout_divides, _completion_fits, _sequence_fits_microbatch, _top_k_fits_keep_set, _correction_counts_once,
-    _correction_range, _split_divides, _learning_rates,
+    _correction_range, _split_divides, _learning_rates, _turns_need_environment,
 )  # fmt: skip

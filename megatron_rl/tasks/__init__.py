@@ -3,5 +3,6 @@
 from megatron_rl.tasks.errors import RewardError, TaskError
 from megatron_rl.tasks.loading import load_task
 from megatron_rl.tasks.task import Item, Task
+from megatron_rl.tasks.text import TextEncoder
 
-__all__ = ["Item", "RewardError", "Task", "TaskError", "load_task"]
+__all__ = ["Item", "RewardError", "Task", "TaskError", "TextEncoder", "load_task"]

@@ -1,5 +1,6 @@
 """From the task section of a config to a Task, with everything that can be wrong found at once and early."""
 
+import difflib
 import importlib
 import sys
 import traceback
@@ -21,8 +22,9 @@ def load_task(section: TaskSection, seed: int) -> Task:
     else:
         source = JsonlSource(section.file, seed, needs_answer=section.reward is None)
     reward = import_function(section.reward, "task.reward") if section.reward else None
+    environment = import_function(section.environment, "task.environment") if section.environment else None
     name = section.name or section.file.name
-    task = Task(name, source, section.prompt_template, section.answer_template, reward)
+    task = Task(name, source, section.prompt_template, section.answer_template, reward, environment)
     task.prompt(0)  # a template that cannot be filled shows here, not at the first group
     return task
 
@@ -42,6 +44,7 @@ def import_function(path: str, where: str) -> Callable:
         raise TaskError(f"{where} = '{path}': importing {module_name} failed (searched from {here} too): {last_lines}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        known = ", ".join(name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name)))
-        raise TaskError(f"{where} = '{path}': {module_name} has no function {function_name}; it has {known or 'none'}")
+        known = [name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name))]
+        near = difflib.get_close_matches(function_name, known, n=3, cutoff=0.0)
+        raise TaskError(f"{where} = '{path}': {module_name} has no function {function_name}; it has {', '.join(near) or 'none'}")
     return function

@@ -1,6 +1,7 @@
 """Items that reasoning-gym makes by a random generator seeded for each index."""
 
 import difflib
+import hashlib
 import importlib
 import threading
 from typing import Any
@@ -8,15 +9,13 @@ from typing import Any
 from megatron_rl.tasks.errors import TaskError
 from megatron_rl.tasks.task import Item
 
-_LARGEST_SEED = 2**31  # reasoning-gym adds the index to the seed, and numpy's generators take 32 bits
-
 
 class ReasoningGymSource:
     """One reasoning-gym dataset of `size` items. Templates may name the entry's `metadata`, for example {expression}."""
 
     def __init__(self, name: str, arguments: dict[str, Any], size: int, seed: int):
         self.name, self.size = name, size
-        self._dataset = _create(name, {**arguments, "size": size, "seed": seed % _LARGEST_SEED})
+        self._dataset = _create(name, {**arguments, "size": size, "seed": _spread(seed)})
         self._lock = threading.Lock()  # some datasets keep a generator or a cache between items
 
     def item(self, index: int) -> Item:
@@ -29,6 +28,12 @@ class ReasoningGymSource:
     def score(self, answer: str, item: Item) -> float:
         """reasoning-gym's own score, in most tasks 1 for right and little or 0 for wrong."""
         return self._dataset.score_answer(answer, item.entry)
+
+
+def _spread(seed: int) -> int:
+    """reasoning-gym adds the index to the seed: without this, seed + 1 would give the same items, shifted by one. Below 2^31, since some
+    of its generators take 32 bits."""
+    return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big") // 2
 
 
 def _create(name: str, arguments: dict[str, Any]) -> Any:

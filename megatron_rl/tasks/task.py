@@ -3,7 +3,7 @@
 import math
 import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +11,9 @@ from megatron_rl.tasks.errors import RewardError, TaskError
 
 Reward = Callable[[str, str, dict], float]
 """f(prompt, completion, item) -> reward; `item` is the source's own entry (a line of the JSONL file, a reasoning-gym entry)."""
+
+Environment = Callable[[list[dict[str, str]], dict], str | None]
+"""f(turns, item) -> what the policy reads next, or None at the end; turns: {role: user | assistant | tool, content}, in order."""
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -48,6 +51,7 @@ class Task:
     answer_template: str
     reward: Reward | None = None
     """None: the source's own score of the extracted answer."""
+    environment: Environment | None = None
 
     def item(self, index: int) -> Item:
         return self.source.item(index)
@@ -61,6 +65,10 @@ class Task:
         item = self.item(index)
         if item.solution is not None:
             return item.solution
+        if item.fields.get("answer") is None:
+            raise TaskError(
+                f"{self.name}: prompt {index} has no answer to learn from; set supervised.steps to 0, or give solutions in task.file"
+            )
         return fill(self.answer_template, item.fields, "task.answer_template")
 
     def score(self, index: int, completion: str) -> float:
@@ -72,15 +80,27 @@ class Task:
             else:
                 value = self.reward(self.prompt(index), completion, item.entry)
         except Exception as error:  # whatever a user's function raises costs one group, not the run
-            last_lines = "".join(traceback.format_exception(error)[-3:]).strip()
-            raise RewardError(f"{self.name}: the reward of prompt {index} raised: {last_lines}") from error
-        if isinstance(value, bool) or isinstance(value, int | float):
-            value = float(value)
-        elif hasattr(value, "item"):  # a numpy or torch scalar
-            value = value.item()
-        if not isinstance(value, float) or not math.isfinite(value):
+            raise RewardError(f"{self.name}: the reward of prompt {index} raised: {_last_lines(error)}") from error
+        value = value.item() if hasattr(value, "item") else value  # of a numpy or torch scalar
+        if not isinstance(value, int | float) or not math.isfinite(value):
             raise RewardError(f"{self.name}: the reward of prompt {index} is {value!r}; a reward is a finite number")
-        return value
+        return float(value)
+
+    def reply(self, index: int, turns: Sequence[Mapping[str, str]]) -> str | None:
+        """What the environment says to the policy's last turn; None ends the episode. Raises RewardError."""
+        try:
+            text = self.environment([dict(turn) for turn in turns], self.item(index).entry)
+        except Exception as error:  # as above
+            raise RewardError(f"{self.name}: the environment of prompt {index} raised: {_last_lines(error)}") from error
+        if text is not None and not isinstance(text, str):
+            raise RewardError(
+                f"{self.name}: the environment of prompt {index} answered {text!r}; an answer is a string, or None at the end"
+            )
+        return text
+
+
+def _last_lines(error: Exception) -> str:
+    return "".join(traceback.format_exception(error)[-3:]).strip()
 
 
 def fill(template: str, fields: Mapping[str, Any], where: str) -> str:
