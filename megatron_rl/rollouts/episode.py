@@ -1,0 +1,151 @@
+"""One episode: the policy's turn, the environment's answer, the next turn, as one record over one token sequence.
+
+    ids       | prompt ........ | turn 1 ...... | reply .... | turn 2 ...... |
+    loss_mask |                 | 1 1 1 1 1 1 1 | 0 0 0 0 0  | 1 1 1 1 1 1 1 |
+    keep-sets |                 | its own       | empty      | its own       |
+    routes    | --- those of turn 1's request --|--- turn 2's request -----| (all but the very last token)
+
+Each turn's request has the whole sequence so far as its prompt, and its routes cover it. A row is taken from the first request
+that has it: these experts are the ones behind the recorded log-probs, also where the weights have changed since.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from megatron_rl.records import Rollout, Sampling
+from megatron_rl.rollouts.completion import Completion
+from megatron_rl.rollouts.errors import PromptError
+
+Reply = Callable[[list[dict[str, str]]], Awaitable[str | None]]
+"""What the environment says after the turns so far ({role, content}, the prompt first); None ends the episode."""
+
+
+class Codec(Protocol):
+    def continuation(self, text: str) -> tuple[int, ...]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Policy(Protocol):
+    """A server that samples, `VllmClient` for one."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str, stop_token_ids: Sequence[int] = ()
+    ) -> Completion: ...
+
+
+@dataclass(frozen=True)
+class EpisodeRules:
+    sampling: Sampling
+    """max_new_tokens: of one turn."""
+    stop_token_ids: tuple[int, ...]
+    max_sequence_length: int
+    max_turns: int = 1
+
+
+@dataclass
+class _Sequence:
+    """Grows turn by turn; every list holds one array a segment (a turn of the policy, or a reply)."""
+
+    prompt_ids: np.ndarray
+    completion_ids: list[np.ndarray] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    keep_ids: list[np.ndarray] = field(default_factory=list)
+    set_sizes: list[np.ndarray] = field(default_factory=list)
+    versions: list[np.ndarray] = field(default_factory=list)
+    loss_mask: list[np.ndarray] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def ids(self) -> np.ndarray:
+        return np.concatenate([self.prompt_ids, *self.completion_ids])
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + sum(map(len, self.completion_ids))
+
+    def add_turn(self, turn: Completion) -> None:
+        num_rows = sum(map(len, self.routes))
+        self.routes.append(turn.routed_experts[num_rows:])
+        self._add(turn.token_ids, turn.logprobs, np.diff(turn.keep_offsets), turn.policy_versions, is_loss=True)
+        self.keep_ids.append(turn.keep_ids)
+
+    def add_reply(self, ids: Sequence[int], version: int) -> None:
+        """version: that of the turn that reads it."""
+        count = len(ids)
+        zeros = np.zeros(count)
+        self._add(np.array(ids, dtype=np.int32), zeros, zeros, np.full(count, version), is_loss=False)
+
+    def _add(self, ids: np.ndarray, logprobs: np.ndarray, set_sizes: np.ndarray, versions: np.ndarray, *, is_loss: bool) -> None:
+        self.completion_ids.append(ids)
+        self.logprobs.append(logprobs)
+        self.set_sizes.append(set_sizes)
+        self.versions.append(versions)
+        self.loss_mask.append(np.full(len(ids), is_loss))
+
+    def as_rollout(self, uid: str, sampling: Sampling, finish_reason: str) -> Rollout:
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate(self.set_sizes))])
+        return Rollout(
+            uid=uid,
+            prompt_ids=self.prompt_ids,
+            completion_ids=np.concatenate(self.completion_ids),
+            logprobs=np.concatenate(self.logprobs).astype(np.float32),
+            keep_ids=np.concatenate(self.keep_ids),
+            keep_offsets=offsets.astype(np.int64),
+            routed_experts=np.concatenate(self.routes),
+            policy_versions=np.concatenate(self.versions).astype(np.int32),
+            loss_mask=np.concatenate(self.loss_mask),
+            sampling=sampling,
+            finish_reason=finish_reason,
+            reward=0.0,
+        )
+
+
+async def run_episode(
+    uid: str,
+    prompt: str,
+    prompt_ids: Sequence[int],
+    policy: Policy,
+    codec: Codec,
+    rules: EpisodeRules,
+    reply: Reply | None = None,
+) -> Rollout:
+    """Sample an episode; its reward is still 0. reply: None for a single turn.
+
+    An episode ends when the environment has nothing to say, after max_turns, or when another turn has no room in
+    max_sequence_length (finish reason 'length'). Raises PromptError for a prompt that leaves no room for max_new_tokens.
+    """
+    sequence = _Sequence(np.array(prompt_ids, dtype=np.int32))
+    _check_room(len(prompt_ids), rules)
+    turns = [{"role": "user", "content": prompt}]
+    pending: tuple[int, ...] = ()  # a reply that no turn has read yet
+    for turn in range(rules.max_turns):
+        room = rules.max_sequence_length - sequence.num_tokens - len(pending)
+        if room < 1:
+            return sequence.as_rollout(uid, rules.sampling, "length")
+        sampling = replace(rules.sampling, max_new_tokens=min(rules.sampling.max_new_tokens, room))
+        completion = await policy.generate([*sequence.ids, *pending], sampling, f"{uid}.{turn}", rules.stop_token_ids)
+        if pending:
+            sequence.add_reply(pending, int(completion.policy_versions[0]))
+        sequence.add_turn(completion)
+        turns.append({"role": "assistant", "content": codec.decode(completion.token_ids)})
+        answer = await reply(turns) if reply and turn + 1 < rules.max_turns else None
+        if answer is None:
+            break
+        turns.append({"role": "tool", "content": answer})
+        pending = codec.continuation(answer)
+    return sequence.as_rollout(uid, rules.sampling, completion.finish_reason)
+
+
+def _check_room(num_prompt_tokens: int, rules: EpisodeRules) -> None:
+    wanted = rules.sampling.max_new_tokens
+    if num_prompt_tokens < 1:
+        raise PromptError("the prompt is empty; a prompt has at least one token")
+    if num_prompt_tokens + wanted > rules.max_sequence_length:
+        raise PromptError(
+            f"the prompt has {num_prompt_tokens} tokens, which with rollouts.max_new_tokens = {wanted} is beyond "
+            f"model.max_sequence_length = {rules.max_sequence_length}; raise it, or leave such prompts out"
+        )

@@ -1,0 +1,166 @@
+"""One group: a prompt sampled several times, scored, checked, written into the spool, and summed up for the orchestrator."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+import numpy as np
+
+from megatron_rl.config import Config
+from megatron_rl.records import (
+    ContractError,
+    GroupResult,
+    GroupTask,
+    ModelContract,
+    Rollout,
+    RolloutSummary,
+    check_rollout,
+    write_payload,
+)
+from megatron_rl.rollouts.client import VllmClient
+from megatron_rl.rollouts.episode import EpisodeRules, run_episode
+from megatron_rl.rollouts.errors import PromptError, ServerError
+from megatron_rl.rollouts.sampled_model import SampledModel
+from megatron_rl.tasks import RewardError, Task, TaskError, TextEncoder
+
+T = TypeVar("T")
+
+_FAILURES = {ContractError: "contract", RewardError: "reward", ServerError: "server", PromptError: "prompt", TaskError: "prompt"}
+"""What may befall a group without harm to the worker; anything else is a fault of this program and ends it."""
+
+_SCORING_TIMEOUT_S = 300.0
+"""Of all rewards of a group, or of one answer of an environment."""
+
+
+class GroupSampler:
+    """Turns group tasks into results. spool: the folder RUN/spool, which has the folder rollouts."""
+
+    def __init__(self, config: Config, model: SampledModel, task: Task, text: TextEncoder, spool: Path):
+        r = config.rollouts
+        self._config, self._model, self._task, self._text, self._spool = config, model, task, text, spool
+        stop_ids = text.eos_ids + (text.newline_ids if r.stop_at_newline else ())
+        self._rules = EpisodeRules(config.sampling, tuple(dict.fromkeys(stop_ids)), config.model.max_sequence_length, r.max_turns)
+        self._clients: dict[str, VllmClient] = {}
+
+    async def sample(self, group: GroupTask) -> GroupResult:
+        """Never raises for what _FAILURES names: the result says how the group failed, and how long its rollouts were where they exist."""
+        started = time.monotonic()
+        result = GroupResult(uid=group.uid, prompt_index=group.prompt_index, attempt=group.attempt, server=group.server)
+        rollouts: list[Rollout] = []
+        try:
+            rollouts = await self._episodes(group)
+            rollouts = await self._scored(group, rollouts)
+            for rollout in rollouts:
+                check_rollout(rollout, self._model.contract)
+            file = f"rollouts/{group.uid}.safetensors"
+            num_bytes = await asyncio.to_thread(write_payload, self._spool / file, rollouts)
+            result = replace(result, payload_bytes=num_bytes, examples=(self._example(group, rollouts[0]),))
+        except tuple(_FAILURES) as error:
+            file, kind = "", next(kind for of, kind in _FAILURES.items() if isinstance(error, of))
+            result = replace(result, failure=kind, message=str(error))
+        summaries = tuple(summary_of(r, file, i, self._model.contract) for i, r in enumerate(rollouts))
+        return replace(result, rollouts=summaries, seconds=time.monotonic() - started)
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+    async def _episodes(self, group: GroupTask) -> list[Rollout]:
+        prompt = self._task.prompt(group.prompt_index)
+        prompt_ids, policy = self._text.prompt(prompt), self._client(group.server)
+
+        async def reply(turns: list[dict[str, str]]) -> str | None:
+            return await in_daemon_thread(
+                lambda: self._task.reply(group.prompt_index, turns), _SCORING_TIMEOUT_S, "the environment"
+            )
+
+        answer = reply if self._rules.max_turns > 1 else None
+        uids = [f"{group.uid}.{k}" for k in range(group.num_samples)]
+        return await all_or_first_error(
+            [run_episode(uid, prompt, prompt_ids, policy, self._text, self._rules, answer) for uid in uids]
+        )
+
+    async def _scored(self, group: GroupTask, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        def score_all() -> list[float]:
+            return [self._task.score(group.prompt_index, self._text.decode(r.completion_ids)) for r in rollouts]
+
+        rewards = await in_daemon_thread(score_all, _SCORING_TIMEOUT_S, "the reward")
+        return [replace(rollout, reward=reward) for rollout, reward in zip(rollouts, rewards, strict=True)]
+
+    def _client(self, url: str) -> VllmClient:
+        if url not in self._clients:
+            self._clients[url] = VllmClient(
+                url, self._model, keep_set_source=self._config.keep_set_source, max_keep_set=self._config.rollouts.max_keep_set,
+                timeout_s=self._config.servers.request_timeout_s,
+            )  # fmt: skip
+        return self._clients[url]
+
+    def _example(self, group: GroupTask, rollout: Rollout) -> dict[str, Any]:
+        return {
+            "uid": rollout.uid, "prompt": self._task.prompt(group.prompt_index), "completion": self._text.decode(rollout.completion_ids),
+            "reward": rollout.reward, "finish_reason": rollout.finish_reason,
+        }  # fmt: skip
+
+
+def summary_of(rollout: Rollout, file: str, index: int, contract: ModelContract) -> RolloutSummary:
+    """file: "" for a rollout that is not kept."""
+    versions = rollout.policy_versions[rollout.loss_mask]
+    return RolloutSummary(
+        uid=rollout.uid,
+        file=file,
+        index=index,
+        num_prompt_tokens=len(rollout.prompt_ids),
+        num_completion_tokens=len(rollout.completion_ids),
+        num_loss_tokens=int(rollout.loss_mask.sum()),
+        num_singletons=int(rollout.singletons.sum()),
+        num_keep_ids=len(rollout.keep_ids),
+        num_with_keep_set=int(((rollout.set_sizes > 0) & rollout.loss_mask).sum()),
+        num_with_routes=len(rollout.routed_experts) if contract.num_moe_layers else 0,
+        reward=rollout.reward,
+        finish_reason=rollout.finish_reason,
+        min_version=int(np.min(versions)),
+        max_version=int(np.max(versions)),
+    )
+
+
+async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order; at the first error the rest is cancelled, so that no request goes on for a group that is lost."""
+    tasks = [asyncio.ensure_future(w) for w in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def in_daemon_thread(function: Callable[[], T], timeout_s: float, what: str) -> T:
+    """Run a user's function beside the event loop. A daemon thread, because one that hangs must not keep the process alive.
+
+    Raises what the function raises, and RewardError after timeout_s.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not future.done():
+            set_outcome(outcome)
+
+    def body() -> None:
+        try:
+            result = function()
+        except Exception as error:  # handed to whoever waits for the result
+            loop.call_soon_threadsafe(settle, future.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(settle, future.set_result, result)
+
+    Thread(target=body, daemon=True, name=what).start()
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await future
+    except TimeoutError as error:
+        raise RewardError(f"{what} took more than {timeout_s:g} s") from error
