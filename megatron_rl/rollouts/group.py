@@ -153,7 +153,7 @@ async def in_daemon_thread(function: Callable[[], T], timeout_s: float, what: st
     def body() -> None:
         try:
             result = function()
-        except Exception as error:  # handed to whoever waits for the result
+        except Exception as error:  # noqa: BLE001 - handed to whoever waits for the result
             loop.call_soon_threadsafe(settle, future.set_exception, error)
         else:
             loop.call_soon_threadsafe(settle, future.set_result, result)
