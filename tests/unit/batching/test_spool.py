@@ -1,0 +1,112 @@
+"""The spool: plans are written whole and read back equal; what is not a plan is refused by name."""
+
+import stat
+
+import pytest
+
+from megatron_rl.batching import Spool, SpoolError, SupervisedExample, SupervisedPlan
+from megatron_rl.records import PayloadError, PlanEntry, StepPlan
+
+ENTRY = PlanEntry(
+    "g1.0", prompt_index=3, file="rollouts/g1.safetensors", index=0, num_tokens=7, num_loss_tokens=4, advantage=1 / 3
+)
+STEP = StepPlan(step=12, entries=(ENTRY,), summary={"reward_mean": 0.1 + 0.2})
+SUPERVISED = SupervisedPlan(step=3, examples=(SupervisedExample((1, 2), (3,)), SupervisedExample((4,), (5, 6))))
+
+
+@pytest.fixture
+def spool(tmp_path):
+    spool = Spool(tmp_path)
+    spool.create()
+    return spool
+
+
+def test_plans_of_each_kind_round_trip_to_the_last_bit(spool):
+    assert spool.write_plan(STEP) == "plans/step_000012.json"
+    assert spool.write_plan(STEP, "probe") == "plans/probe_000012.json"
+    assert spool.write_plan(SUPERVISED) == "plans/supervised_000003.json"
+    assert spool.read_plan("plans/step_000012.json") == spool.read_plan("plans/probe_000012.json") == STEP
+    assert spool.read_plan("plans/supervised_000003.json") == SUPERVISED
+    assert (SUPERVISED.num_loss_tokens, SUPERVISED.num_sequences) == (3, 2)
+
+
+def test_a_folder_that_moves_keeps_its_names(spool, tmp_path):
+    name = spool.write_plan(STEP)
+    spool.root.parent.rename(tmp_path.with_name("moved"))
+    assert Spool(tmp_path.with_name("moved")).read_plan(name) == STEP
+
+
+def test_folders_and_plans_are_private(spool):
+    spool.write_plan(STEP)
+    assert stat.S_IMODE(spool.path("plans/step_000012.json").stat().st_mode) == 0o600
+    assert stat.S_IMODE(spool.plans.stat().st_mode) == 0o700
+    spool.create()  # again, as a resumed run does
+
+
+def test_plans_are_listed_by_number(spool):
+    for step in (1000000, 9, 10):
+        spool.write_plan(StepPlan(step=step, entries=()))
+    spool.write_plan(STEP, "probe")
+    assert spool.plan_names() == ["plans/step_000009.json", "plans/step_000010.json", "plans/step_1000000.json"]
+    assert spool.plan_names("probe") == ["plans/probe_000012.json"] and spool.plan_names("supervised") == []
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_half_plan_is_refused_by_name(spool, share):
+    path = spool.path(spool.write_plan(STEP))
+    data = path.read_bytes()
+    path.write_bytes(data[: int(share * len(data))])
+    with pytest.raises(SpoolError, match=r"step_000012\.json: not a whole plan"):
+        spool.read_plan("plans/step_000012.json")
+
+
+def test_a_plan_under_another_steps_name_is_refused(spool):
+    spool.path("plans/step_000013.json").write_bytes(spool.path(spool.write_plan(STEP)).read_bytes())
+    with pytest.raises(SpoolError, match="holds the plan of step 12"):
+        spool.read_plan("plans/step_000013.json")
+
+
+def test_missing_and_foreign_names_are_refused(spool):
+    with pytest.raises(SpoolError, match="cannot be read"):
+        spool.read_plan("plans/step_000099.json")
+    for name in ("plans/steps_000001.json", "plans/step_one.json", "plans/step.json"):
+        with pytest.raises(SpoolError, match="KIND_NUMBER"):
+            spool.read_plan(name)
+    with pytest.raises(SpoolError, match="not the name of a file"):
+        spool.read_plan("../../step_000001.json")
+    with pytest.raises(SpoolError, match="not the name of a file"):
+        spool.payload("/etc/passwd")
+
+
+def test_a_plan_of_another_kind_or_with_a_nan_is_not_written(spool):
+    with pytest.raises(SpoolError, match="no plan of the kind"):
+        spool.write_plan(SUPERVISED, "step")
+    with pytest.raises(SpoolError, match="no plan of the kind"):
+        spool.write_plan(STEP, "supervised")
+    bad = StepPlan(1, (PlanEntry("g9.1", 0, "f", 0, 2, 1, float("nan")),), summary={"reward_mean": float("inf")})
+    with pytest.raises(SpoolError, match=r"the advantage of g9\.1 = nan; reward_mean = inf"):
+        spool.write_plan(bad)
+    assert spool.plan_names() == spool.plan_names("supervised") == []
+
+
+def test_cleaning_deletes_only_what_nobody_needs(spool):
+    for name in ("g1", "g2", "g3"):
+        spool.path(spool.payload_name(name)).write_bytes(b"x")
+    assert spool.clean(keep=["rollouts/g2.safetensors", "rollouts/g9.safetensors"]) == [
+        "rollouts/g1.safetensors",
+        "rollouts/g3.safetensors",
+    ]
+    assert spool.payload_names() == ["rollouts/g2.safetensors"]
+
+
+def test_what_a_dead_writer_left_aside_is_neither_listed_nor_kept(spool):
+    (spool.rollouts / ".g4.safetensors.77.part").write_bytes(b"half")
+    (spool.plans / ".step_000001.json.77.part").write_bytes(b"half")
+    assert spool.payload_names() == [] and spool.plan_names() == []
+    assert spool.clean_half_written() == 2
+    assert not list(spool.root.rglob(".*"))
+
+
+def test_a_missing_payload_is_refused_by_name(spool):
+    with pytest.raises(PayloadError, match=r"g7\.safetensors"):
+        spool.payload(spool.payload_name("g7"))
