@@ -53,7 +53,7 @@ async def _run(config: Config, folder: RunFolder, resume: bool) -> None:
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     environment = {"MEGATRON_RL_ORCHESTRATOR": url, "MEGATRON_RL_KEY": key, "HF_HUB_OFFLINE": "1"}
     state, step = restore(config, folder) if resume else (RunState.new(config), 0)
-    with RunObserver(config, folder, first_step=step) as observer:
+    with RunObserver(config, folder) as observer:
         observer.event(f"keep-sets: {config.keep_set_source}; weights over {config.transport}; device: {config.device}")
         orchestrator = Orchestrator(config, folder, state, local_fleet(config, folder), observer, step)
         children: list[Child] = []
@@ -66,7 +66,7 @@ async def _run(config: Config, folder: RunFolder, resume: bool) -> None:
                 await orchestrator.run(children)
             finally:
                 stop_all(children, GRACE_S)
-        observer.summarise(state.ledger.summary())
+    observer.summarise()
 
 
 def restore(config: Config, folder: RunFolder) -> tuple[RunState, int]:

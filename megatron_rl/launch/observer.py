@@ -1,0 +1,52 @@
+"""What a run shows and writes while it goes on, and its summary at the end."""
+
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+from rich.console import Console
+
+from megatron_rl.config import Config, RunFolder
+from megatron_rl.metrics import Sinks, print_summary, write_summary
+from megatron_rl.wire.control import Progress
+
+
+class RunObserver:
+    """The orchestrator's Observer over the sinks that the config names. Events also go to logs/events.log."""
+
+    def __init__(self, config: Config, folder: RunFolder, console: Console | None = None):
+        self._folder, self._console = folder, console
+        self._sinks = Sinks(config, folder, console)
+        self._events = open(folder.logs / "events.log", "a")  # noqa: SIM115 - open until __exit__
+        self._summary: Mapping[str, float] = {}
+        self._examples: Sequence[dict] = ()
+
+    def batch(self, summary: Mapping[str, float], examples: Sequence[dict]) -> None:
+        self._summary, self._examples = summary, examples
+
+    def step(self, step: int, metrics: Mapping[str, float], *, rollout_tokens_per_s: float, ledger: Mapping[str, float]) -> None:
+        in_ledger = {f"ledger/{name}": value for name, value in ledger.items()}
+        self._sinks.write(step, {**metrics, **self._summary, **in_ledger, "rollout_tokens_per_s": rollout_tokens_per_s})
+        self._sinks.examples(step, self._examples)
+
+    def progress(self, report: Progress) -> None:
+        self._sinks.progress(report.phase, report.done, report.total, report.metrics)
+        if report.metrics:
+            self._sinks.write(report.done, report.metrics, "supervised")
+
+    def event(self, message: str) -> None:
+        self._events.write(message + "\n")
+        self._events.flush()
+        self._sinks.say(message)
+
+    def summarise(self) -> None:
+        """summary.json and its table; nothing before the first step."""
+        summary = write_summary(self._folder.metrics_file, self._folder.summary_file)
+        if summary["steps"]:
+            print_summary(summary, self._console)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sinks.close()
+        self._events.close()

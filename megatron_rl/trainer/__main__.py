@@ -1,0 +1,23 @@
+"""Entry of a trainer rank."""
+
+import argparse
+import logging
+from pathlib import Path
+
+from megatron_rl.config import RunFolder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="megatron_rl.trainer", description="One trainer rank of a run; started by megatron-rl.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request otherwise
+    from megatron_rl.trainer.loop import train  # loads torch: only in the rank itself, not where dist-checkpointing's workers import this file
+
+    train(RunFolder(arguments.run_dir), arguments.resume)
+
+
+if __name__ == "__main__":
+    main()

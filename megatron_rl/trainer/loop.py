@@ -1,0 +1,139 @@
+"""The training loop. Rank 0 asks for orders and shares them; every rank does the same with its share of model and batch.
+
+    begin ──▶ order ──▶ sync   bring servers to this version, then probe them
+                │──▶ train  plan ──▶ this rank's microbatches ──▶ update(s) ──▶ report
+                │──▶ save   a checkpoint, made whole by the orchestrator
+                └──▶ stop   export, leave
+"""
+
+import logging
+import os
+import time
+
+from megatron_rl.batching import Spool, microbatches_for, split_step
+from megatron_rl.config import RunFolder
+from megatron_rl.engine import build_engine, start_process
+from megatron_rl.engine.optimizer import learning_rate
+from megatron_rl.metrics import to_floats
+from megatron_rl.objective import Denominators, PolicyLoss
+from megatron_rl.records import StepPlan
+from megatron_rl.trainer.model_folder import assembly_options, open_model
+from megatron_rl.trainer.probe import Prober
+from megatron_rl.trainer.publisher import Publisher
+from megatron_rl.trainer.ranks import share, the_rank
+from megatron_rl.trainer.saving import load_checkpoint, save_checkpoint, write_policy
+from megatron_rl.trainer.steering import steering_from_environment
+from megatron_rl.trainer.supervised import SupervisedStart
+from megatron_rl.wire.control import Order, SavedReport, StepReport
+
+logger = logging.getLogger(__name__)
+
+
+def train(folder: RunFolder, resume: bool) -> None:
+    """The whole life of a trainer rank."""
+    trainer = Trainer(folder)
+    trainer.begin(resume)
+    while (order := trainer.next_order()).kind != "stop":
+        if order.kind == "sync":
+            trainer.publish(order)
+        elif order.kind == "train":
+            trainer.step_once(order)
+        elif order.kind == "save":
+            trainer.save()
+    trainer.finish()
+
+
+class Trainer:
+    """One rank. `step` is the number of steps done, which is the version of the weights."""
+
+    def __init__(self, folder: RunFolder):
+        self.folder, self.config = folder, folder.config()
+        self.groups = start_process(self.config, the_rank(), rendezvous="env://", local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+        model = open_model(folder.model)
+        self.engine = build_engine(self.config, self.groups, model.config, model)
+        self.steering = steering_from_environment() if self.groups.rank == 0 else None
+        self.spool = Spool(folder.path)
+        self.options = assembly_options(self.config, self.engine)
+        self.loss = PolicyLoss(self.config.objective)
+        self.publisher = Publisher(self.config, self.engine, self.steering)
+        self.prober = Prober(self)
+        self.step = 0
+        self._to_report: dict[str, float] = {}
+        """Measured since the last step's report: the update of the servers and the probe belong to the step that follows them."""
+
+    def begin(self, resume: bool) -> None:
+        """From the latest checkpoint, or from the supervised start, or from the model as it is."""
+        latest = self.folder.latest_checkpoint() if resume else None
+        if self.loss.needs_reference or not latest:
+            SupervisedStart(self).run_or_load()
+        if self.loss.needs_reference:
+            self.engine.keep_reference()
+        if latest:
+            self.step = load_checkpoint(self.engine, latest[1])
+        logger.info("rank %d of %d begins at step %d", self.groups.rank, self.groups.layout.world_size, self.step)
+
+    def next_order(self) -> Order:
+        """Rank 0 asks; all do the same. A wait is shared too, so that no rank waits in a collective for longer than one question."""
+        while (order := share(self.steering and self.steering.next_order(self.step))).kind == "wait":
+            pass
+        return order
+
+    def publish(self, order: Order) -> None:
+        self._to_report |= self.publisher.publish(order.servers, self.step)
+        self._to_report |= self.prober.score(self.step)
+
+    def step_once(self, order: Order) -> None:
+        """One batch, in trainer.updates_per_step updates."""
+        began = time.perf_counter()
+        plan = self.spool.read_plan(order.plan_file)
+        assert isinstance(plan, StepPlan) and plan.step == self.step, f"{order.plan_file} is no plan of step {self.step}"
+        parts = split_step(plan, self.config.trainer.updates_per_step)
+        batches = [microbatches_for(part, self.spool, self.groups.layout, self.groups.coords, self.options) for part in parts]
+        assembled = time.perf_counter()
+        old = [self._old_logprobs(batch) for batch in batches]
+        reference = [self._reference_logprobs(batch) for batch in batches]
+        scored = time.perf_counter()
+        rate = learning_rate(self.config.optimizer, self.step, self.config.run.steps)
+        for part, batch, of_old, of_reference in zip(parts, batches, old, reference, strict=True):
+            measured = self.engine.train_step(
+                batch, self.loss, Denominators.of(part), step=self.step, learning_rate=rate, old_logprobs=of_old, reference_logprobs=of_reference,
+            )  # fmt: skip
+        self._report(plan, to_floats(measured), began=began, assembled=assembled, scored=scored)
+        self.step += 1
+
+    def save(self) -> None:
+        """The trainer's part of a checkpoint, under another name until the orchestrator has put its own part beside it."""
+        aside = self.folder.checkpoints / f".step_{self.step:06d}.part"
+        save_checkpoint(self.engine, aside, self.step)
+        if self.steering:
+            self.steering.report(SavedReport(self.step, str(aside)))
+
+    def finish(self) -> None:
+        if self.config.checkpoint.export and self.step >= self.config.run.steps:
+            write_policy(self.engine, self.folder.export, self.folder.model)
+        self.publisher.close()
+
+    def _old_logprobs(self, batch):
+        if not self.loss.needs_old_forward(self.config.trainer.updates_per_step):
+            return None
+        return [scores.log_probs for scores in self.engine.score(batch)]
+
+    def _reference_logprobs(self, batch):
+        return [scores.log_probs for scores in self.engine.score_reference(batch)] if self.loss.needs_reference else None
+
+    def _report(self, plan: StepPlan, metrics: dict[str, float], *, began: float, assembled: float, scored: float) -> None:
+        """overhead_share: of a step without waiting and without the update of the servers, what is neither Megatron's forward and
+        backward nor the optimizer: reading, checking, packing, replay, loss, metrics."""
+        step_s = time.perf_counter() - began
+        work_s = metrics["forward_backward_s"] + metrics["optimizer_s"] + (scored - assembled)
+        tokens = sum(entry.num_tokens for entry in plan.entries)
+        metrics |= {
+            "step_s": step_s, "assemble_s": assembled - began, "score_s": scored - assembled, "overhead_share": max(0.0, 1.0 - work_s / step_s),
+            "trainer_tokens_per_s": tokens / step_s,
+        }  # fmt: skip
+        logger.info("step %d: loss %.6g, grad norm %.4g, %.2f s", self.step, metrics.get("loss", 0.0), metrics["grad_norm"], step_s)
+        if self.steering:
+            self.steering.report(StepReport(self.step, {**self._to_report, **metrics}))
+        self._to_report = {}
+
+

@@ -1,0 +1,69 @@
+"""Probe rollouts: sampled right after an update of the servers, scored by the trainer before its next step, at equal weights."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from megatron_rl.batching import Microbatch, microbatches_for
+from megatron_rl.metrics import Metric, merge, to_floats
+from megatron_rl.objective import Denominators, mismatch_metrics, token_batch
+from megatron_rl.records import StepPlan
+from megatron_rl.trainer.ranks import gather, share
+from megatron_rl.wire.control import ProbeReport
+
+if TYPE_CHECKING:
+    from megatron_rl.engine.engine import Scores
+    from megatron_rl.trainer.loop import Trainer
+
+
+class Prober:
+    """Scores a probe twice where a replay is switched off: as the objective scores (the metrics), and with every replay on (the verdict)."""
+
+    def __init__(self, trainer: "Trainer"):
+        self._trainer = trainer
+        self._faithful = replace(trainer.options, keep_set_replay=True, routing_replay=True)
+
+    def score(self, version: int) -> dict[str, float]:
+        """Ask for the probe of this version, score it, report each rollout's distance; returns probe/... metrics, none without a probe."""
+        t = self._trainer
+        name = share(t.steering and t.steering.probe_plan(version, t.config.servers.request_timeout_s))
+        if not name:
+            return {}
+        plan = t.spool.read_plan(name)
+        assert isinstance(plan, StepPlan)
+        metrics, distances = self._score(plan, t.options)
+        if t.options != self._faithful:
+            _, distances = self._score(plan, self._faithful)
+        if t.steering:
+            t.steering.report(ProbeReport(version, distances))
+        return {f"probe/{name}": value for name, value in metrics.items()}
+
+    def _score(self, plan: StepPlan, options) -> tuple[dict[str, float], dict[str, float]]:
+        t = self._trainer
+        microbatches = microbatches_for(plan, t.spool, t.groups.layout, t.groups.coords, options)
+        scores = t.engine.score(microbatches)
+        # Ranks of one data-parallel replica hold the same scores: one of them speaks.
+        speaks = t.groups.coords.tp == 0 and t.groups.coords.pp == 0 and t.groups.coords.cp == 0
+        own = (_mismatch(microbatches, scores, plan), _distances(microbatches, scores, plan)) if speaks else ({}, {})
+        everywhere = gather(own)
+        return to_floats(merge([m for m, _ in everywhere])), {uid: d for _, part in everywhere for uid, d in part.items()}
+
+
+def _mismatch(microbatches: Sequence[Microbatch], scores: "Sequence[Scores]", plan: StepPlan) -> dict[str, Metric]:
+    denominators = Denominators.of(plan)
+    return merge(
+        mismatch_metrics(torch.from_numpy(s.log_probs), token_batch(m, denominators)).metrics() for m, s in zip(microbatches, scores, strict=True)
+    )
+
+
+def _distances(microbatches: Sequence[Microbatch], scores: "Sequence[Scores]", plan: StepPlan) -> dict[str, float]:
+    """Uid to mean |log p_trainer - log p_rollout| over its loss tokens."""
+    distances = {}
+    for m, s in zip(microbatches, scores, strict=True):
+        d = np.abs(s.log_probs.astype(np.float64) - m.rollout_logprobs)
+        for number in np.unique(m.sequence[m.loss_mask]):
+            distances[plan.entries[number].uid] = float(d[(m.sequence == number) & m.loss_mask].mean())
+    return distances

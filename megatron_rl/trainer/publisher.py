@@ -1,0 +1,62 @@
+"""A version of the policy onto the rollout servers."""
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron_rl.config import Config
+from megatron_rl.engine.engine import Engine
+from megatron_rl.trainer.ranks import share
+from megatron_rl.trainer.steering import Steering
+from megatron_rl.weight_sync import GlooSender, NcclSender, ServerAddress, WeightSender, update_servers
+from megatron_rl.wire.control import WeightsReport
+from megatron_rl.wire.weights import WeightMeta
+
+logger = logging.getLogger(__name__)
+
+
+class PolicySource:
+    """The engine's weights as a sender wants them; a pass over them is a collective of the trainer's ranks."""
+
+    def __init__(self, engine: Engine):
+        self._tensors = engine.hf_tensors()
+        self.metas = [WeightMeta(info.name, str(info.dtype).removeprefix("torch."), tuple(info.shape)) for info in self._tensors.metadata]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._tensors)
+
+
+class Publisher:
+    """Rank 0 sends; the other ranks take part in the gathering."""
+
+    def __init__(self, config: Config, engine: Engine, steering: Steering | None):
+        self._config, self._engine, self._steering = config, engine, steering
+        self._sender: WeightSender | None = _sender(config) if steering else None
+
+    def publish(self, servers: Sequence[str], version: int) -> dict[str, float]:
+        """Bring the servers to `version`, one pass over the weights; says which hold it. The metrics are those of rank 0."""
+        source = PolicySource(self._engine)
+        if self._steering is None or self._sender is None:
+            for _ in source:
+                pass
+            return share(None)
+        addresses = [ServerAddress(url, url, self._config.servers.tensor) for url in servers]
+        report = update_servers(self._sender, addresses, source, version, timeout_s=self._config.weight_sync.timeout_s)
+        metrics = {
+            "sync_s": report.pause_s + report.transfer_s + report.resume_s, "sync_pause_s": report.pause_s,
+            "sync_transfer_s": report.transfer_s, "sync_bytes": float(report.num_bytes),
+        }  # fmt: skip
+        logger.info("version %d: %d servers hold it, failed: %s; %.2f s", version, len(report.held), dict(report.failed), metrics["sync_s"])
+        self._steering.report(WeightsReport(version, report.held, dict(report.failed), metrics))
+        return share(metrics)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+
+
+def _sender(config: Config) -> WeightSender:
+    section = config.weight_sync
+    kind = GlooSender if config.transport == "gloo" else NcclSender
+    return kind(config.servers.host, bucket_bytes=section.bucket_mib << 20, timeout_s=section.timeout_s)

@@ -1,0 +1,91 @@
+"""The supervised start: steps of this same trainer on worked solutions, so that RL begins with a policy that sometimes succeeds."""
+
+import hashlib
+import json
+import logging
+from typing import TYPE_CHECKING
+
+from megatron_rl.batching import SupervisedExample, SupervisedPlan, supervised_microbatches
+from megatron_rl.config import Config
+from megatron_rl.conversion import HfCheckpoint
+from megatron_rl.metrics import to_floats
+from megatron_rl.objective import Denominators, SupervisedLoss
+from megatron_rl.tasks import TextEncoder, load_task
+from megatron_rl.trainer.ranks import share
+from megatron_rl.trainer.saving import write_policy
+from megatron_rl.wire.control import Progress
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.loop import Trainer
+
+logger = logging.getLogger(__name__)
+
+REPORT_EVERY = 10
+FINAL_RATE = 0.1
+"""The learning rate falls linearly to this share of its peak."""
+
+
+class SupervisedStart:
+    def __init__(self, trainer: "Trainer"):
+        self._trainer = trainer
+        self._section = trainer.config.supervised
+        self._cache = trainer.folder.supervised
+        self._seal = self._cache.with_name("supervised.json")
+
+    def run_or_load(self) -> None:
+        """Train, or take what the same settings gave before. Both ways the policy is read from the cache, so both give the same bits."""
+        if not self._section.steps:
+            return
+        if not share(self._is_cached()):
+            self._train()
+            self._keep()
+        self._trainer.engine.load_weights(HfCheckpoint.open(self._cache))
+
+    def _train(self) -> None:
+        t, loss = self._trainer, SupervisedLoss()
+        task = load_task(t.config.task, t.config.run.seed + 1)  # prompts of its own: RL begins with prompts that were never shown
+        encoder = TextEncoder(t.folder.model, t.config.task)
+        for step in range(self._section.steps):
+            numbers = range(step * self._section.batch_size, (step + 1) * self._section.batch_size)
+            examples = tuple(SupervisedExample(encoder.prompt(task.prompt(n)), encoder.solution(task.solution(n))) for n in numbers)
+            plan = SupervisedPlan(step, examples)
+            microbatches = supervised_microbatches(plan, t.groups.layout, t.groups.coords, t.options)
+            measured = t.engine.train_step(microbatches, loss, Denominators.of(plan), step=step, learning_rate=self._rate(step))
+            if self._report_says_stop(step, to_floats(measured)):
+                raise SystemExit(0)
+
+    def _rate(self, step: int) -> float:
+        s = self._section
+        if step < s.warmup_steps:
+            return s.learning_rate * (step + 1) / s.warmup_steps
+        progress = (step - s.warmup_steps) / max(1, s.steps - s.warmup_steps)
+        return s.learning_rate * (1.0 - (1.0 - FINAL_RATE) * progress)
+
+    def _report_says_stop(self, step: int, metrics: dict[str, float]) -> bool:
+        """Tell how far it has come; nothing of an unfinished start is kept, so a stop may come at any of these points."""
+        done = step + 1
+        if done % REPORT_EVERY and done != self._section.steps:
+            return False
+        logger.info("supervised step %d: loss %.4f", step, metrics["loss"])
+        answer = self._trainer.steering and self._trainer.steering.report(Progress("supervised", done, self._section.steps, metrics))
+        return share(bool(answer and answer.stop))
+
+    def _keep(self) -> None:
+        """The policy as a Hugging Face folder, and what made it: a folder without its seal is not whole."""
+        t = self._trainer
+        write_policy(t.engine, self._cache, t.folder.model)
+        if t.groups.rank == 0:
+            self._seal.write_text(json.dumps({"made_by": _digest(t.config)}))
+
+    def _is_cached(self) -> bool:
+        """Known by rank 0 alone."""
+        if self._trainer.groups.rank != 0 or not self._seal.exists():
+            return False
+        return json.loads(self._seal.read_text())["made_by"] == _digest(self._trainer.config)
+
+
+def _digest(config: Config) -> str:
+    """Of all that the supervised start depends on."""
+    parts = [config.model, config.task, config.supervised, config.run.seed, config.optimizer.weight_decay, config.optimizer.beta1, config.optimizer.beta2]
+    text = json.dumps([p.model_dump(mode="json") if hasattr(p, "model_dump") else p for p in parts], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
