@@ -147,8 +147,8 @@ class Rollouts(Section):
     """The most policy versions between the sampling of a token and the step that consumes it."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
-    top_k: NonNegative = 0
-    """0: no limit."""
+    top_k: NonNegative = 64
+    """0: no limit, which full sampling alone (top_p = 1) can have: a keep-set comes whole only when its size is bounded."""
     max_new_tokens: Positive = 1024
     stop_at_newline: bool = False
     """End a completion at the first newline (beside the end-of-sequence token)."""

@@ -122,9 +122,12 @@ def _sequence_fits_microbatch(c: Config) -> str | None:
     return None
 
 
-def _top_k_fits_keep_set(c: Config) -> str | None:
-    if c.keep_set_source == "processed_logprobs" and c.rollouts.top_k > c.rollouts.max_keep_set:
-        return f"rollouts.top_k = {c.rollouts.top_k} is above rollouts.max_keep_set = {c.rollouts.max_keep_set}: sets could not be complete"
+def _keep_sets_are_bounded(c: Config) -> str | None:
+    r = c.rollouts
+    if r.top_p < 1.0 and r.top_k == 0:
+        return f"rollouts.top_p = {r.top_p} with top_k = 0: the engine returns whole keep-sets only up to a size; set top_k, 64 say"
+    if c.keep_set_source == "processed_logprobs" and r.top_k > r.max_keep_set:
+        return f"rollouts.top_k = {r.top_k} is above rollouts.max_keep_set = {r.max_keep_set}: sets could not be complete"
     return None
 
 
@@ -165,6 +168,6 @@ def _learning_rates(c: Config) -> str | None:
 
 
 _RULES = (
-    _one_model, _one_task, _layout_divides, _completion_fits, _sequence_fits_microbatch, _top_k_fits_keep_set, _correction_counts_once,
+    _one_model, _one_task, _layout_divides, _completion_fits, _sequence_fits_microbatch, _keep_sets_are_bounded, _correction_counts_once,
     _correction_range, _split_divides, _learning_rates, _turns_need_environment,
 )  # fmt: skip
