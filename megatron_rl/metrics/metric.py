@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 
 
@@ -57,4 +59,5 @@ def _merge_two(name: str, a: Metric, b: Metric) -> Metric:
         return Metric(a.reduction, a.total + b.total, a.count + b.count)
     if a.reduction == "last":
         return b
-    return Metric(a.reduction, max(a.total, b.total) if a.reduction == "max" else min(a.total, b.total), a.count + b.count)
+    extreme = np.maximum if a.reduction == "max" else np.minimum  # unlike max(), they keep a NaN of either side
+    return Metric(a.reduction, float(extreme(a.total, b.total)), a.count + b.count)

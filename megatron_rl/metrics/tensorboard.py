@@ -88,4 +88,5 @@ def _message(number: int, value: bytes) -> bytes:
 
 
 def _float(number: int, value: float) -> bytes:
-    return _varint(number << 3 | 5) + struct.pack("<f", np.float32(value))
+    with np.errstate(over="ignore"):  # a number beyond float32 is infinite there, and no reason to stop
+        return _varint(number << 3 | 5) + np.float32(value).tobytes()
