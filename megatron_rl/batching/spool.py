@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megatron_rl.batching.supervised import SupervisedPlan
-from megatron_rl.records import Payload, StepPlan, write_atomically
+from megatron_rl.records import Payload, PayloadError, StepPlan, write_atomically
 from megatron_rl.wire.control import decode, encode
 
 PlanKind = Literal["step", "probe", "supervised"]
@@ -80,6 +80,18 @@ class Spool:
         if plan.step != int(number):
             raise SpoolError(f"{path}: the file holds the plan of step {plan.step}")
         return plan
+
+    def recorded(self, step: int) -> StepPlan | None:
+        """The plan of a step when it and all of its payloads are there and whole, so that the step can be run again; else None."""
+        name = self.plan_name(step)
+        if not self.path(name).exists():
+            return None
+        try:
+            plan = self.read_plan(name)
+            held = {file: len(self.payload(file)) for file in {entry.file for entry in plan.entries}}
+        except (SpoolError, PayloadError):
+            return None
+        return plan if all(entry.index < held[entry.file] for entry in plan.entries) else None
 
     def plan_names(self, kind: PlanKind = "step") -> list[str]:
         """Names of the plans of one kind, by rising step."""

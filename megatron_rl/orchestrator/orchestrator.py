@@ -32,7 +32,7 @@ from megatron_rl.orchestrator.observer import Observer
 from megatron_rl.orchestrator.probes import Probe
 from megatron_rl.orchestrator.state import RunState
 from megatron_rl.processes import Child
-from megatron_rl.records import GroupTask, write_atomically
+from megatron_rl.records import GroupTask, StepPlan, write_atomically
 from megatron_rl.rollouts.fleet import Fleet
 from megatron_rl.wire.control import (
     Ack, GroupReport, Order, OrderRequest, ProbeOrder, ProbeReport, ProbeRequest, Progress, SavedReport, Status, StepReport, WeightsReport,
@@ -61,6 +61,7 @@ class Orchestrator:
         self.finished = False
         self._probe: Probe | None = None
         self._plan_file: str | None = None
+        self._recorded = self._adopt_recorded_plans()
         self._batch_examples: dict[str, tuple[dict, ...]] = {}
         self._changed = asyncio.Condition()
         self._failure: RunFailed | None = None
@@ -148,11 +149,25 @@ class Orchestrator:
         stale = self.fleet.to_sync(self.step)
         if stale and not self._starting():
             return Order("sync", servers=tuple(s.url for s in stale))
-        if self._plan_file is None and (groups := self.state.take_step()):
+        if self._plan_file is None and self._recorded:
+            plan = self._recorded.pop(0)
+            self._plan_file = self.spool.plan_name(plan.step)
+            self.observe.batch(plan.summary, ())
+        elif self._plan_file is None and (groups := self.state.take_step()):
             plan = build_step(self.step, groups, self.config.objective.advantage)
             self._plan_file = self.spool.write_plan(plan)
             self.observe.batch(plan.summary, [e for g in groups for e in self._batch_examples.pop(g.uid, ())])
         return Order("train", plan_file=self._plan_file) if self._plan_file else Order("wait")
+
+    def _adopt_recorded_plans(self) -> list[StepPlan]:
+        """Plans of this step and those behind it that the spool holds from before an interruption; one that is not whole ends the row."""
+        plans: list[StepPlan] = []
+        while (plan := self.spool.recorded(self.step + len(plans))) is not None:
+            self.state.adopt(plan)
+            plans.append(plan)
+        if plans:
+            self.observe.event(f"steps {plans[0].step}..{plans[-1].step} are done again from their recorded plans")
+        return plans
 
     def _starting(self) -> bool:
         """At the start of a run the trainer waits for all servers, so that one update serves them all."""

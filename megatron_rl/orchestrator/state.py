@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from megatron_rl.config import Config
-from megatron_rl.records import GroupResult, GroupTask
+from megatron_rl.records import GroupResult, GroupTask, StepPlan
 from megatron_rl.rollouts.buffer import GroupBuffer
 from megatron_rl.rollouts.ledger import Ledger
 
@@ -84,6 +84,15 @@ class RunState:
         if groups is not None:
             self.ledger.plan([g.prompt_index for g in groups], step)
         return groups
+
+    def adopt(self, plan: StepPlan) -> None:
+        """A recorded plan of the next step, from before the run was interrupted: it is trained as it stands, so that nothing that
+        was sampled is lost and the step comes out the same."""
+        lengths: dict[int, list[int]] = {}
+        for entry in plan.entries:
+            lengths.setdefault(entry.prompt_index, []).append(entry.num_loss_tokens)
+        self.buffer.adopt(lengths, plan.step)
+        self.ledger.adopt(lengths, plan.step)
 
     def in_flight_on(self, server: str) -> int:
         return sum(task.server == server for task in self._tasks.values())

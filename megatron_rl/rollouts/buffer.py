@@ -21,7 +21,7 @@ from megatron_rl.records import GroupResult, RolloutSummary
 
 
 class BufferError(ValueError):
-    """A group that is begun, finished or taken twice, or a batch beyond the staleness bound: a fault of the caller's bookkeeping."""
+    """A group begun, finished or taken twice, or a batch beyond the staleness bound: a fault of the caller's bookkeeping."""
 
 
 class GroupBuffer:
@@ -79,7 +79,7 @@ class GroupBuffer:
         return stale
 
     def take_batch(self) -> tuple[GroupResult, ...] | None:
-        """The groups of `next_step`, oldest first (by version, then prompt order), or None: ask again when another group has ended.
+        """The groups of `next_step`, oldest first (version, then prompt order); None: ask again when another group has ended.
 
         Raises BufferError if the batch were beyond the staleness bound (evict_stale() comes first).
         """
@@ -95,6 +95,14 @@ class GroupBuffer:
             del self._finished[group.prompt_index]
         self.next_step += 1
         return tuple(chosen)
+
+    def adopt(self, prompt_indices: Iterable[int], step: int) -> None:
+        """The batch of `step` is there already: of a plan that was written after this state was saved."""
+        if step != self.next_step:
+            raise BufferError(f"the batch of step {step} cannot be adopted: the next step is {self.next_step}")
+        for index in prompt_indices:
+            self._finished.pop(index, None)
+        self.next_step += 1
 
     def to_json(self) -> dict[str, Any]:
         """The finished groups and the step. Groups in flight do not outlive the process; the ledger draws their prompts again."""
@@ -114,8 +122,8 @@ class GroupBuffer:
         return version + self.max_staleness
 
     def _should_wait(self, chosen: list[GroupResult]) -> bool:
-        """Whether taking `chosen` now would leave more groups with a deadline up to some d than the steps in between can take, although
-        a group still in flight could stand in the place of a younger one."""
+        """Whether taking `chosen` now would leave more groups with a deadline up to some d than the steps in between can take,
+        although a group still in flight could stand in the place of a younger one."""
         taken = {group.prompt_index for group in chosen}
         flying = [self._deadline(version) for version in self._in_flight.values()]
         left = flying + [self._deadline(oldest_version(g)) for i, g in self._finished.items() if i not in taken]

@@ -13,7 +13,7 @@ import base64
 import heapq
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -103,6 +103,9 @@ class Ledger:
             entry = self._open[index]
             entry.stage, entry.attempt = "sampling", entry.attempt + 1
             return Draw(index, entry.attempt)
+        return self._draw_new()
+
+    def _draw_new(self) -> Draw:
         index = self.drawn
         if index == len(self._fates):
             self._fates = np.concatenate([self._fates, np.empty_like(self._fates)])
@@ -140,6 +143,20 @@ class Ledger:
             entry = self._entry(index, "plan", "buffered")
             entry.stage, entry.step = "planned", step
 
+    def adopt(self, lengths: Mapping[int, Sequence[int]], step: int) -> None:
+        """A plan of `step` that was written after this state was saved: its prompts are planned, and those drawn in between wait.
+
+        lengths: by prompt index, the completion tokens of its rollouts.
+        """
+        while self.drawn <= max(lengths, default=-1):
+            self.discard(self._draw_new().prompt_index, "interrupted")
+        for index, of_prompt in lengths.items():
+            entry = self._entry(index, "adopt", "waiting", "buffered")
+            if entry.stage == "waiting":
+                self._waiting.remove(index)
+                heapq.heapify(self._waiting)
+            entry.stage, entry.step, entry.lengths = "planned", step, list(of_prompt)
+
     def trained(self, step: int) -> int:
         """The trainer has done this step: close the prompts of its plan. Returns their number."""
         indices = [index for index, entry in self._open.items() if entry.stage == "planned" and entry.step == step]
@@ -161,7 +178,7 @@ class Ledger:
         return len(lost)
 
     def fate(self, prompt_index: int) -> str:
-        """'trained at step 3', 'dropped: contract', or the stage of an open prompt. Raises LedgerError where it was never drawn."""
+        """'trained at step 3', 'dropped: contract', or the stage of an open prompt. Raises LedgerError if it was never drawn."""
         if not 0 <= prompt_index < self.drawn:
             raise LedgerError(f"prompt {prompt_index} was never drawn; drawn are 0..{self.drawn - 1}")
         fate = int(self._fates[prompt_index])
@@ -188,7 +205,7 @@ class Ledger:
         by_total = (self.trained_prompts, self.dropped.total(), self.in_flight)
         if by_prompt != by_total or sum(by_total) != self.drawn:
             raise LedgerError(
-                f"of {self.drawn} prompts, (trained, dropped, in flight) are {by_total} by the totals and {by_prompt} prompt by prompt"
+                f"of {self.drawn} prompts, (trained, dropped, in flight) are {by_total} by the totals, {by_prompt} one by one"
             )
 
     def to_json(self) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class World:
                 await self.post("/groups", GroupReport("w", sample(task)), Ack)
             await asyncio.sleep(0)
 
-    async def train(self, abs_dlogp=0.0):
+    async def train(self, abs_dlogp=0.0, die_at=None):
         step = self.orchestrator.step
         while (order := await self.post("/order", OrderRequest(step, wait_s=0.2), Order)).kind != "stop":
             if order.kind == "sync":
@@ -121,6 +121,8 @@ class World:
                 plan = self.orchestrator.spool.read_plan(order.plan_file)
                 assert isinstance(plan, StepPlan) and plan.step == step
                 self.consumed.append(plan)
+                if step == die_at:
+                    raise InterruptedError
                 await self.post("/step", StepReport(step, {}), Ack)
                 step += 1
             elif order.kind == "save":
@@ -261,6 +263,26 @@ def test_stopping_saves_and_a_resumed_run_trains_the_rest(tmp_path):
     asyncio.run(resumed.run(lambda task: sampled(resumed, task)))
     assert resumed.observer.steps == list(range(step, 6))
     trained = [e.prompt_index for w in (world, resumed) for plan in w.consumed for e in plan.entries]
+    assert len(set(trained)) == 6 * 3 and len(trained) == 6 * 3 * 2
+    resumed.orchestrator.state.ledger.check()
+    assert resumed.orchestrator.state.ledger.trained_prompts == 6 * 3
+
+
+def test_steps_recorded_after_the_checkpoint_are_done_again_from_their_plans(tmp_path, monkeypatch):
+    """A death within step 5, with the latest checkpoint at step 4: the plans of steps 4 and 5 are trained as they stood."""
+    monkeypatch.setattr("megatron_rl.batching.Spool.payload", lambda self, name: [None] * 2)  # the payloads are not this test's matter
+    world = World(tmp_path, config(tmp_path))
+
+    with pytest.raises(BaseExceptionGroup):
+        asyncio.run(world.run(lambda task: sampled(world, task), die_at=5))
+    step, folder = world.folder.latest_checkpoint()
+    assert step == 4
+    saved = json.loads((folder / "orchestrator.json").read_text())
+    resumed = World(tmp_path, config(tmp_path), state=RunState.from_json(world.cfg, saved), step=step)
+    asyncio.run(resumed.run(lambda task: sampled(resumed, task)))
+    assert resumed.observer.steps == [4, 5]
+    assert resumed.consumed == world.consumed[4:]
+    trained = [e.prompt_index for plan in [*world.consumed[:4], *resumed.consumed] for e in plan.entries]
     assert len(set(trained)) == 6 * 3 and len(trained) == 6 * 3 * 2
     resumed.orchestrator.state.ledger.check()
     assert resumed.orchestrator.state.ledger.trained_prompts == 6 * 3
