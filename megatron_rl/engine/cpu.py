@@ -132,6 +132,7 @@ def _type_of_cuda(type_of: Callable) -> Callable:
 
 def _mend_megatron() -> None:
     """What Megatron-Core itself gets wrong without a GPU."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     # 0.16.1 without Transformer Engine: the router's product asks for a name that was never bound.
@@ -139,7 +140,19 @@ def _mend_megatron() -> None:
         moe_utils.te_general_gemm = None
     # all_to_all takes its split sizes as numbers; Megatron turns the tensors of sizes into such only where they are on a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_host_values
+    # A checkpoint keeps the step count of PyTorch's AdamW beside the parameters' states, but loading looks for it among them.
+    DistributedOptimizer._set_main_param_and_optimizer_states = _keeps_step(DistributedOptimizer._set_main_param_and_optimizer_states)
 
 
 def _as_host_values(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _keeps_step(set_states: Callable) -> Callable:
+    @functools.wraps(set_states)
+    def wrapped(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        set_states(self, model_param, {**{name: value for name, value in state.items() if name == "step"}, **tensors})
+
+    return wrapped

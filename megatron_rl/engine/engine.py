@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from megatron_rl.batching import Microbatch
 from megatron_rl.config import Config
 from megatron_rl.engine.batch import DeviceMicrobatch, to_device
+from megatron_rl.engine.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.engine.clock import Clock
 from megatron_rl.engine.gather import HfTensors
 from megatron_rl.engine.groups import ParallelGroups
@@ -123,6 +125,14 @@ class Engine:
     def reset_optimizer(self) -> None:
         """Forget moments and step count, as between a supervised start and the first RL step."""
         self._optimizer = build_optimizer(self.config, self._models)
+
+    def save(self, folder: Path, step: int) -> None:
+        """Model and optimizer into a new folder, which appears when it is whole; `step` is given back by `load`."""
+        save_checkpoint(folder, self._models, self._optimizer, self.table.architecture, self.config.model.dtype, step)
+
+    def load(self, folder: Path) -> int:
+        """Model and optimizer from a folder that `save` wrote, at this or any other layout; returns its step."""
+        return load_checkpoint(folder, self._models, self._optimizer, self.table.architecture, self.config.model.dtype)
 
     def hf_tensors(self) -> HfTensors:
         """The policy under Hugging Face names, gathered to rank 0 as it is iterated, in the model's dtype."""

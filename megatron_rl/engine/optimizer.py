@@ -39,7 +39,31 @@ def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel]) -
         adam_beta1=section.beta1, adam_beta2=section.beta2, adam_eps=section.epsilon, clip_grad=section.max_grad_norm,
         params_dtype=dtype, bf16=dtype is torch.bfloat16, use_distributed_optimizer=True,
     )  # fmt: skip
-    return get_megatron_optimizer(settings, list(chunks))
+    optimizer = get_megatron_optimizer(settings, list(chunks))
+    _make_states(optimizer)
+    return optimizer
+
+
+def _make_states(optimizer: MegatronOptimizer) -> None:
+    """PyTorch's AdamW makes its moments at the first step; Megatron can neither save nor load an optimizer without them."""
+    for inner in _torch_optimizers(optimizer):
+        for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
+            inner.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32), "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter),
+            }  # fmt: skip
+
+
+def separate_step_counts(optimizer: MegatronOptimizer) -> None:
+    """After loading: Megatron hands the same count, one tensor, to all parameters, and AdamW would raise it once for each of them."""
+    for inner in _torch_optimizers(optimizer):
+        for state in inner.state.values():
+            state["step"] = state["step"].clone()
+
+
+def _torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.AdamW]:
+    """The PyTorch optimizers inside; none where Transformer Engine or apex brings a fused one."""
+    parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    return [part for part in parts if isinstance(part, torch.optim.AdamW)]
 
 
 def set_rates(optimizer: MegatronOptimizer, rate: float, weight_decay: float) -> None:

@@ -1,0 +1,101 @@
+"""Model and optimizer on disk, in Megatron's distributed format: written at one layout, read at any other.
+
+The policy's randomness is not part of it: weights are drawn by name before the first step, and nothing drops out afterwards.
+Megatron keeps names and settings as pickled objects beside the tensors, so that a folder must come from a run of one's own.
+
+While saving, Megatron starts helper processes that import the main module again: the program that trains needs the usual
+`if __name__ == "__main__"` guard.
+"""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+
+from megatron_rl.engine.optimizer import separate_step_counts
+from megatron_rl.layouts import ModelArchitecture
+
+_CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+"""How the optimizer's state is cut: like the model's parameters, under their names, independent of the layout."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written there, is not whole, or is of another model."""
+
+
+def save_checkpoint(
+    folder: Path, models: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, architecture: ModelArchitecture, dtype: str, step: int
+) -> None:
+    """Write aside, then rename: a folder under its final name is whole. All ranks call it; all return when it is there."""
+    aside = folder.with_name(f".{folder.name}.part")
+    _on_first_rank(lambda: _make_room(folder, aside))
+    state = _sharded_state(models, optimizer, is_loading=False)
+    state |= {"step": step, "architecture": asdict(architecture), "dtype": dtype}
+    dist_checkpointing.save(state, str(aside), content_metadata=dict(_CONTENT))
+    _on_first_rank(lambda: _publish(aside, folder))
+
+
+def load_checkpoint(
+    folder: Path, models: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, architecture: ModelArchitecture, dtype: str
+) -> int:
+    """Fill model and optimizer; returns the step. CheckpointError for a folder that is not whole, or of another model."""
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+        raise CheckpointError(f"{folder} is not a whole checkpoint: it has no metadata.json; take an earlier one, or start anew")
+    _check_content(folder, asdict(architecture), dtype)
+    state = dist_checkpointing.load(_sharded_state(models, optimizer, is_loading=True), str(folder))
+    for number, model in enumerate(models):
+        model.module.load_state_dict(state[f"model{number}"])
+    optimizer.load_state_dict(state["optimizer"])
+    separate_step_counts(optimizer)
+    return int(state["step"])
+
+
+def _sharded_state(models: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, *, is_loading: bool) -> ShardedStateDict:
+    state: ShardedStateDict = {f"model{number}": model.module.sharded_state_dict(metadata=dict(_CONTENT)) for number, model in enumerate(models)}
+    return state | {"optimizer": optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=dict(_CONTENT))}
+
+
+def _check_content(folder: Path, architecture: dict[str, Any], dtype: str) -> None:
+    found = dist_checkpointing.load_common_state_dict(str(folder))
+    saved = {**found.get("architecture", {}), "dtype": found.get("dtype")}
+    wanted = {**architecture, "dtype": dtype}
+    wrong = [f"{name} is {saved.get(name)} there and {value} here" for name, value in wanted.items() if saved.get(name) != value]
+    if wrong:
+        raise CheckpointError(f"{folder} is of another model: " + "; ".join(wrong))
+
+
+def _make_room(folder: Path, aside: Path) -> None:
+    if folder.exists():
+        raise CheckpointError(f"{folder} is there already; a checkpoint is never overwritten")
+    shutil.rmtree(aside, ignore_errors=True)  # what an earlier attempt left
+    aside.mkdir(parents=True, mode=0o700)
+
+
+def _publish(aside: Path, folder: Path) -> None:
+    os.replace(aside, folder)
+    directory = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # the new name itself is on disk
+    finally:
+        os.close(directory)
+
+
+def _on_first_rank(work: Any) -> None:
+    """Run `work` on rank 0 while the others wait; its error is raised on all of them, so that none waits for ever."""
+    problem: list[Exception | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except (OSError, CheckpointError) as error:
+            problem[0] = error
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise problem[0]
