@@ -87,7 +87,7 @@ def resolve(requirements: list[Requirement], options: list[str], folder: Path) -
 
 def run_pip(*arguments: str) -> None:
     """Run pip quietly; it prints the conflict itself when requirements do not fit together."""
-    result = subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments])
+    result = subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=False)
     if result.returncode != 0:
         sys.exit("pip found no solution; if the present lock stands in the way, run `bash scripts/lock.sh X.Y --upgrade`.")
 

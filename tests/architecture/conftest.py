@@ -1,0 +1,17 @@
+"""Prints what the architecture tests measured below pytest's results, also when all of them pass."""
+
+import pytest
+
+REPORT = pytest.StashKey[list[tuple[str, list[str]]]]()
+"""Titles with their lines, as tests append them."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[REPORT] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for title, lines in config.stash[REPORT]:
+        terminalreporter.section(title)
+        for line in lines:
+            terminalreporter.line(line)

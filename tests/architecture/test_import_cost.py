@@ -1,0 +1,61 @@
+"""What a process loads when it imports a unit, seen from outside: each case is a fresh interpreter.
+
+The rules on the source cannot see what a third-party package loads in turn; this can.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.source import PACKAGE, REPOSITORY, package_modules
+
+HEAVY = ("torch", "megatron", "vllm", "transformers")
+LIGHT_UNITS = ("topology", "config", "records", "wire", "metrics", "tasks", "processes", "rollouts", "batching", "orchestrator")
+
+# Imports the named modules in turn and tells, for each forbidden package that came with it, which module brought it.
+PROBE = """
+import importlib, json, sys
+names, forbidden = json.loads(sys.argv[1])
+brought = {}
+for name in names:
+    importlib.import_module(name)
+    for package in forbidden:
+        if package in sys.modules:
+            brought.setdefault(package, name)
+print(json.dumps(brought))
+"""
+
+
+def loaded_by(names: list[str], forbidden: tuple[str, ...]) -> dict[str, str]:
+    """Which of the forbidden packages the modules load, with the first module that does."""
+    command = [sys.executable, "-c", PROBE, json.dumps([names, forbidden])]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def modules_of(unit: str) -> list[str]:
+    """All modules of a unit, skipping the test where it does not exist; `__main__` modules run when imported."""
+    names = [module.name for module in package_modules() if module.unit == unit and not module.name.endswith("__main__")]
+    if not names:
+        pytest.skip(f"there is no {PACKAGE}.{unit} yet")
+    return names
+
+
+@pytest.mark.parametrize("unit", LIGHT_UNITS)
+def test_light_unit_loads_nothing_heavy(unit: str) -> None:
+    assert loaded_by(modules_of(unit), HEAVY) == {}
+
+
+def test_plugin_loads_no_megatron() -> None:
+    """vLLM imports the plugin's package in each of its processes, at their start."""
+    modules_of("vllm_plugin")
+    assert loaded_by([f"{PACKAGE}.vllm_plugin"], ("megatron",)) == {}
+
+
+def test_command_line_starts_without_torch() -> None:
+    """`megatron-rl --help` must answer at once; what a command needs is imported when it runs."""
+    modules_of("launch")
+    assert loaded_by([f"{PACKAGE}.launch.cli"], HEAVY) == {}
