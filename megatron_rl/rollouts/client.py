@@ -16,7 +16,7 @@ from megatron_rl.rollouts.errors import ServerError
 from megatron_rl.rollouts.sampled_model import SampledModel
 
 _SPAN_WINDOW_S = 0.005
-"""Requests that end within this time ask for their version spans together: each such question holds the engine up for a moment."""
+"""Requests that end within this time ask for their version spans together: each question holds the engine up for a moment."""
 
 _KEEP_ALIVE_S = 2.0  # below uvicorn's 5 s, or a request may go out on a connection that the server is just closing
 
@@ -36,7 +36,8 @@ class VllmClient:
     ) -> Completion:
         """Sample one completion; it ends with the first of stop_token_ids (which is part of it) or at sampling.max_new_tokens.
 
-        request_id: unique among all requests to this server. Raises ServerError, and ContractError for an answer that is no whole record.
+        request_id: unique among all requests to this server. Raises ServerError, and ContractError for an
+        answer that is no whole record.
         """
         request = {
             "request_id": request_id,

@@ -49,7 +49,7 @@ def decode_completion(
     source: KeepSetSource,
     moe_layers: Sequence[int],
 ) -> Completion:
-    """choice: of the response. spans: [[first token, version], ...]. Raises ContractError where they do not make a whole record."""
+    """choice: of the response. spans: [[first token, version], ...]. Raises ContractError where these make no whole record."""
     token_ids = np.array(choice["token_ids"], dtype=np.int32)
     content = choice["logprobs"]["content"]
     if len(content) != len(token_ids) or (_ids(content) != token_ids).any():

@@ -80,7 +80,8 @@ class Fleet:
     """`await fleet.run()` keeps `count` servers alive; events arrive in `fleet.events`.
 
     start: starts the server of a slot and returns its handle (it need not answer yet).
-    check: returns if the server at a URL is healthy, raises ServerError or an httpx.HTTPError otherwise; it is cut off after check_timeout_s.
+    check: returns if the server at a URL is healthy, raises ServerError or an httpx.HTTPError otherwise; it is cut off
+        after check_timeout_s.
     """
 
     def __init__(

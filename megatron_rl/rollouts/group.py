@@ -47,7 +47,7 @@ class GroupSampler:
         self._clients: dict[str, VllmClient] = {}
 
     async def sample(self, group: GroupTask) -> GroupResult:
-        """Never raises for what _FAILURES names: the result says how the group failed, and how long its rollouts were where they exist."""
+        """Never raises for what _FAILURES names: the result says how the group failed, and how long its rollouts were, if any."""
         started = time.monotonic()
         result = GroupResult(uid=group.uid, prompt_index=group.prompt_index, attempt=group.attempt, server=group.server)
         rollouts: list[Rollout] = []
@@ -101,9 +101,12 @@ class GroupSampler:
 
     def _example(self, group: GroupTask, rollout: Rollout) -> dict[str, Any]:
         return {
-            "uid": rollout.uid, "prompt": self._task.prompt(group.prompt_index), "completion": self._text.decode(rollout.completion_ids),
-            "reward": rollout.reward, "finish_reason": rollout.finish_reason,
-        }  # fmt: skip
+            "uid": rollout.uid,
+            "prompt": self._task.prompt(group.prompt_index),
+            "completion": self._text.decode(rollout.completion_ids),
+            "reward": rollout.reward,
+            "finish_reason": rollout.finish_reason,
+        }
 
 
 def summary_of(rollout: Rollout, file: str, index: int, contract: ModelContract) -> RolloutSummary:
@@ -152,11 +155,11 @@ async def in_daemon_thread(function: Callable[[], T], timeout_s: float, what: st
 
     def body() -> None:
         try:
-            result = function()
+            outcome = (future.set_result, function())
         except Exception as error:  # noqa: BLE001 - handed to whoever waits for the result
-            loop.call_soon_threadsafe(settle, future.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(settle, future.set_result, result)
+            outcome = (future.set_exception, error)
+        if not loop.is_closed():  # it may be, after a function that came back long after its time
+            loop.call_soon_threadsafe(settle, *outcome)
 
     Thread(target=body, daemon=True, name=what).start()
     try:

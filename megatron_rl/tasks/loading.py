@@ -15,7 +15,7 @@ from megatron_rl.tasks.task import Source, Task
 
 
 def load_task(section: TaskSection, seed: int) -> Task:
-    """Raises TaskError for an unknown task, bad arguments, a bad file, a reward that cannot be imported, or a template that does not fit."""
+    """Raises TaskError: unknown task, bad arguments or file, a reward that cannot be imported, a template that does not fit."""
     source: Source
     if section.name is not None:
         source = ReasoningGymSource(section.name, section.arguments, section.size, seed)

@@ -31,8 +31,8 @@ class ReasoningGymSource:
 
 
 def _spread(seed: int) -> int:
-    """reasoning-gym adds the index to the seed: without this, seed + 1 would give the same items, shifted by one. Below 2^31, since some
-    of its generators take 32 bits."""
+    """reasoning-gym adds the index to the seed: without this, seed + 1 would give the same items, shifted by one.
+    Below 2^31, since some of its generators take 32 bits."""
     return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big") // 2
 
 

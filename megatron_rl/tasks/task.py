@@ -36,14 +36,14 @@ class Source(Protocol):
 
 
 def extract_answer(completion: str) -> str:
-    """What of a completion counts as its answer: the text in the last <answer>...</answer>, else all of it; without outer white space."""
+    """What of a completion counts: what its last <answer>...</answer> holds, else all of it; without outer white space."""
     tagged = _ANSWER_TAG.findall(completion)
     return (tagged[-1] if tagged else completion).strip()
 
 
 @dataclass(frozen=True)
 class Task:
-    """Made by `load_task`. Any index from 0 is valid; sources start again (in another order, where they have one) at their end."""
+    """Made by `load_task`. Any index from 0 is valid; sources start again (a file in another order) at their end."""
 
     name: str
     source: Source
@@ -67,7 +67,7 @@ class Task:
             return item.solution
         if item.fields.get("answer") is None:
             raise TaskError(
-                f"{self.name}: prompt {index} has no answer to learn from; set supervised.steps to 0, or give solutions in task.file"
+                f"{self.name}: prompt {index} has no answer to learn from; supervised.steps = 0, or solutions in task.file"
             )
         return fill(self.answer_template, item.fields, "task.answer_template")
 

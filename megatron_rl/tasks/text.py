@@ -1,0 +1,68 @@
+"""Text to token ids and back, by a model folder's own files; one way for rollouts and for supervised steps."""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from megatron_rl.config.sections import Task as TaskSection
+from megatron_rl.tasks.chat_template import ChatTemplate
+from megatron_rl.tasks.errors import TaskError
+
+
+class TextEncoder:
+    """The tokenizer of a model folder and, if the task asks for it, its chat template. Raises TaskError where one is missing."""
+
+    def __init__(self, folder: Path, section: TaskSection):
+        path = folder / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise TaskError(f"{path}: cannot be read as a tokenizer ({error}); a model folder has it") from error
+        self._chat_template = ChatTemplate(folder) if section.chat_template else None
+        self.eos_ids = _eos_ids(folder)
+        """Tokens that end a completion; the first is the one that a worked solution ends with."""
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """All ids lie below it."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def prompt(self, text: str) -> tuple[int, ...]:
+        """A prompt as the policy sees it: through the chat template, or with what the tokenizer itself puts around a text."""
+        if self._chat_template:  # which writes its special tokens itself
+            return self.continuation(self._chat_template.open_answer(text))
+        return tuple(self._tokenizer.encode(text, add_special_tokens=True).ids)
+
+    def solution(self, text: str) -> tuple[int, ...]:
+        """A worked solution, with the end-of-sequence token."""
+        return (*self.continuation(text), self.eos_ids[0])
+
+    def continuation(self, text: str) -> tuple[int, ...]:
+        """Text that stands behind other text: nothing is added around it."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Without special tokens."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    @cached_property
+    def newline_ids(self) -> tuple[int, ...]:
+        """All tokens with a newline in them; in a byte-pair vocabulary there are many."""
+        texts = self._tokenizer.decode_batch([[i] for i in range(self.num_tokens)], skip_special_tokens=False)
+        return tuple(i for i, text in enumerate(texts) if "\n" in text)
+
+
+def _eos_ids(folder: Path) -> tuple[int, ...]:
+    """generation_config.json says what ends a text, and where it is silent config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        eos = settings.get("eos_token_id", settings.get("text_config", {}).get("eos_token_id"))
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list) else (eos,)
+    raise TaskError(
+        f"{folder}: neither generation_config.json nor config.json names eos_token_id, so that no completion would ever end"
+    )
