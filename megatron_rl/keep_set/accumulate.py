@@ -22,3 +22,11 @@ def product(left: Tensor, right: Tensor) -> Tensor:
         narrow = left.dtype if left.dtype != dtype else right.dtype
         return torch.mm(left.to(narrow), right.to(narrow), out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)
+
+
+def add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
+    """target += left @ right in place, added in accumulation dtype and rounded to the target's once."""
+    if target.dtype == left.dtype == right.dtype == accumulation_dtype(target):
+        target.addmm_(left, right)
+    else:
+        target.copy_(target + product(left, right))

@@ -26,37 +26,37 @@ def pair_dots(left: Tensor, table: Tensor, index: Tensor, offsets: Tensor) -> Te
 
     left [bags, H], table [rows, H] of one dtype, index int32 [n], offsets int32 [bags + 1].
     """
-    dots = table.new_empty(len(index), dtype=accumulation_dtype(table))
-    for bags, entries, rows, columns in _blocks(table, index, offsets):
-        block_offsets = offsets[bags.start : bags.stop + 1] - entries.start
-        pattern = torch.sparse_csr_tensor(
-            block_offsets, columns, torch.zeros_like(dots[entries]), size=(bags.stop - bags.start, len(rows)), check_invariants=False
-        )
-        dots[entries] = torch.sparse.sampled_addmm(pattern, left[bags].to(dots.dtype), rows.t(), beta=0.0).values()
-    return dots
+    if table.dtype == accumulation_dtype(table):
+        return _dots(left, table, index, offsets)
+    wide_left = left.to(accumulation_dtype(table))
+    return torch.cat([_dots(wide_left[bags], rows, columns, own_offsets) for bags, _, rows, columns, own_offsets in _widened(table, index, offsets)])
 
 
 def weighted_sums(coefficients: Tensor, table: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
     """fp32 [bags, H] (fp64 for fp64 tables): the sum over a bag's i of coefficients[i] * table[index[i]]; 0 for empty bags."""
+    if table.dtype == accumulation_dtype(table):
+        return _sums(coefficients, table, index, offsets)
     sums = table.new_empty(len(offsets) - 1, table.shape[1], dtype=coefficients.dtype)
-    for bags, entries, rows, columns in _blocks(table, index, offsets):
-        block_offsets = offsets[bags.start : bags.stop + 1] - entries.start
-        sums[bags] = embedding_bag(
-            columns, rows, block_offsets, mode="sum", per_sample_weights=coefficients[entries], include_last_offset=True
-        )
+    for bags, entries, rows, columns, own_offsets in _widened(table, index, offsets):
+        sums[bags] = _sums(coefficients[entries], rows, columns, own_offsets)
     return sums
 
 
-def _blocks(table: Tensor, index: Tensor, offsets: Tensor) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """(bags, their entries, a table of accumulation dtype, the entries' rows in it)."""
-    num_bags = len(offsets) - 1
-    if table.dtype == accumulation_dtype(table):
-        yield slice(0, num_bags), slice(0, len(index)), table, index
-        return
+def _dots(left: Tensor, table: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
+    pattern = torch.sparse_csr_tensor(offsets, index, left.new_zeros(len(index)), size=(len(left), len(table)), check_invariants=False)
+    return torch.sparse.sampled_addmm(pattern, left, table.t(), beta=0.0).values()
+
+
+def _sums(coefficients: Tensor, table: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
+    return embedding_bag(index, table, offsets, mode="sum", per_sample_weights=coefficients, include_last_offset=True)
+
+
+def _widened(table: Tensor, index: Tensor, offsets: Tensor) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
+    """Blocks of bags: (bags, their entries, their distinct rows in accumulation dtype, index into these, offsets from 0)."""
     _, bags_per_block = torch.unique_consecutive(offsets[:-1] // _PAIRS_PER_BLOCK, return_counts=True)
     first = 0
-    for count in bags_per_block.tolist():
-        entries = slice(int(offsets[first]), int(offsets[first + count]))
+    for last in bags_per_block.cumsum(0).tolist():
+        entries = slice(int(offsets[first]), int(offsets[last]))
         distinct, columns = torch.unique(index[entries], return_inverse=True)
-        yield slice(first, first + count), entries, table[distinct].to(accumulation_dtype(table)), columns.int()
-        first += count
+        yield slice(first, last), entries, table[distinct].to(accumulation_dtype(table)), columns.int(), offsets[first : last + 1] - entries.start
+        first = last

@@ -4,7 +4,7 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
-from megatron_rl.keep_set.accumulate import accumulation_dtype, product
+from megatron_rl.keep_set.accumulate import accumulation_dtype, add_product
 
 
 class WeightGradient:
@@ -35,11 +35,7 @@ class WeightGradient:
 
     def add_product(self, first_row: int, left: Tensor, right: Tensor) -> None:
         """target[first_row : first_row + k] += left^T right; left [N, k] fp32, right [N, H]."""
-        part = self.target[first_row : first_row + left.shape[1]]
-        if part.dtype == left.dtype == right.dtype:
-            part.addmm_(left.t(), right)
-        else:
-            part.copy_(part + product(left.t(), right))
+        add_product(self.target[first_row : first_row + left.shape[1]], left.t(), right)
 
     def for_autograd(self) -> Tensor | None:
         """What backward returns for the weight."""
