@@ -134,6 +134,8 @@ class Orchestrator:
             return order.kind != "wait"
 
         await self._wait_until(decided, request.wait_s)
+        if order.kind == "stop":
+            await self._tell()  # workers wait for groups that will not come
         return order
 
     def _next_order(self) -> Order:
