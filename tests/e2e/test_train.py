@@ -1,0 +1,138 @@
+"""`megatron-rl train` with the real vLLM and the real Megatron-Core: two steps, a resume, faults. Not proved here: that it learns."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import RunFolder
+from megatron_rl.metrics import read_rows
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIG = REPOSITORY / "model_configs" / "tiny-moe-cpu.toml"
+SMALL = [
+    "--run.steps", "2", "--supervised.steps", "4", "--supervised.batch_size", "8", "--rollouts.prompts_per_step", "4",
+    "--rollouts.samples_per_prompt", "4", "--rollouts.max_new_tokens", "6", "--weight_sync.probe_prompts", "2",
+    "--model.architecture.num_hidden_layers", "2",
+]  # fmt: skip
+
+
+def command(folder: Path, *words: str) -> list[str]:
+    named = ["--run.folder", str(folder.parent), "--run.name", folder.name]
+    return [sys.executable, "-m", "megatron_rl.launch.cli", "train", str(CONFIG), *SMALL, *named, *words]
+
+
+def train(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command(folder, *words), capture_output=True, text=True, timeout=400, cwd=REPOSITORY)
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of whatever still runs for this run."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in line:
+            found.append(line)
+    return found
+
+
+def eventually(condition, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> RunFolder:
+    """Two steps, then a resume to three."""
+    folder = tmp_path_factory.mktemp("runs") / "two-steps"
+    first = train(folder)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert not processes_of(folder)
+    return RunFolder(folder)
+
+
+def test_every_token_comes_with_its_keep_set_and_routes_and_both_sides_agree(run):
+    summary = json.loads(run.summary_file.read_text())
+    assert summary["steps"] == 2
+    assert summary["keep_set_coverage"] == 1.0 and summary["routing_coverage"] == 1.0
+    # fp32, sampled and scored at equal weights: what is left is rounding of another order of sums
+    assert summary["abs_dlogp_mean"] < 1e-5
+    assert abs(summary["ratio_mean"] - 1.0) < 1e-4
+
+
+def test_the_export_is_a_model_that_transformers_loads_with_other_weights_than_the_start(run):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    exported = AutoModelForCausalLM.from_pretrained(run.export, dtype=torch.float32)
+    started = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
+    ids = torch.tensor([AutoTokenizer.from_pretrained(run.export)("12 + 30=").input_ids])
+    with torch.no_grad():
+        assert (exported(ids).logits - started(ids).logits).abs().max() > 1e-3
+
+
+def test_a_finished_run_goes_on_to_more_steps(run):
+    resumed = train(run.path, "--resume", "--run.steps", "3")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    rows = read_rows(run.metrics_file)
+    assert [row.step for row in rows] == [0, 1, 2]
+    assert rows[2].values["probe/abs_dlogp_mean"] < 1e-5
+    saved = json.loads((run.checkpoint(3) / "orchestrator.json").read_text())
+    assert saved["ledger"]["trained_prompts"] == 3 * 4
+
+
+def test_an_existing_run_is_not_overwritten(run):
+    refused = train(run.path)
+    assert refused.returncode == 2 and "--resume" in refused.stderr
+
+
+def test_a_killed_server_is_replaced_and_ctrl_c_leaves_a_checkpoint(tmp_path):
+    folder = tmp_path / "faults"
+    process = subprocess.Popen(
+        command(folder, "--run.steps", "500", "--checkpoint.every", "1000"), cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )  # fmt: skip
+    try:
+        metrics = RunFolder(folder).metrics_file
+        assert eventually(lambda: metrics.exists() and len(read_rows(metrics)) >= 1, 200)
+        server = next(int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if _is_server(p, folder))
+        os.kill(server, signal.SIGKILL)
+        steps_before = len(read_rows(metrics))
+        assert eventually(lambda: len(read_rows(metrics)) >= steps_before + 3, 200)
+        assert "is drawn again" in (events := (folder / "logs" / "events.log").read_text()) or "are drawn again" in events
+        process.send_signal(signal.SIGINT)
+        process.wait(90)
+    finally:
+        process.kill()
+        output = process.communicate()[0].decode()
+    assert process.returncode == 0, output
+    assert RunFolder(folder).latest_checkpoint() is not None
+    assert eventually(lambda: not processes_of(folder), 15), processes_of(folder)
+
+
+def test_kill_9_of_the_program_leaves_no_process_behind(tmp_path):
+    folder = tmp_path / "killed"
+    process = subprocess.Popen(command(folder), cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert eventually(lambda: len(processes_of(folder)) >= 5, 60)  # itself, server, worker, two ranks
+    process.kill()
+    process.wait()
+    assert eventually(lambda: not processes_of(folder), 30), processes_of(folder)
+
+
+def _is_server(cmdline: Path, folder: Path) -> bool:
+    try:
+        line = cmdline.read_bytes().decode(errors="replace")
+    except OSError:
+        return False
+    return "vllm_plugin.serve" in line and str(folder) in line
