@@ -16,12 +16,12 @@ def bounded(log_ratio: Tensor) -> Tensor:
 
 
 def correction_weights(old_logprobs: Tensor, batch: TokenBatch, objective: Objective) -> Tensor:
-    """f32 [M], from w = p_old / p_rollout; 0 for a token that is left out.
+    """f32 [M], from w = p_old / p_rollout, of old log-probs without gradient; 0 for a token that is left out.
 
     truncate: min(w, high). mask_token: w inside [low, high], else 0 (IcePop). mask_sequence: 0 for a whole
     sequence whose geometric mean of w is outside [low, high]; otherwise its tokens as with truncate: a mean bounds no token.
     """
-    log_weight = bounded((old_logprobs - batch.rollout_logprobs).detach())
+    log_weight = bounded(old_logprobs - batch.rollout_logprobs)
     weight = log_weight.exp()
     low, high = objective.correction_low, objective.correction_high
     if objective.correction == "none":

@@ -155,6 +155,13 @@ def test_all_ranks_of_a_replica_see_the_same(spool, layout, sequence_parallel):
                     np.testing.assert_array_equal(getattr(m, name), getattr(reference, name), err_msg=name)
 
 
+def test_interleaved_stages_get_a_multiple_of_their_number(spool):
+    _, plan = random_step(spool)
+    roomy = replace(OPTIONS, max_tokens=1000)
+    for layout, expected in ((Layout(world_size=3, pp=3), 1), (Layout(world_size=3, pp=3, vpp=2), 3)):
+        assert len(microbatches_for(plan, spool, layout, layout.coords_of(0), roomy)) == expected
+
+
 def test_dtypes_are_those_of_the_record(spool):
     _, plan = random_step(spool)
     (m,) = microbatches_for(plan, spool, Layout(), Layout().coords_of(0), replace(OPTIONS, max_tokens=1000))

@@ -48,6 +48,10 @@ def test_the_kth_microbatches_of_the_ranks_are_alike():
     assert cost.max(0).sum() / cost.mean(0).sum() < 1.05
 
 
+def test_the_dearest_microbatch_of_one_round_goes_with_the_cheapest_of_the_next():
+    assert pack([10, 9, 8, 7], num_ranks=2, max_tokens=10) == [[[0], [3]], [[1], [2]]]
+
+
 def test_costs_are_tokens_plus_the_square():
     np.testing.assert_allclose(costs_of(np.array([0, 100, 200]), attention_length=100), [0, 200, 600])
 
@@ -75,6 +79,7 @@ def test_a_sequence_that_fits_nowhere_is_refused_with_its_number():
         (Layout(world_size=2, cp=2), False, Alignment(4, 4)),
         (Layout(world_size=6, tp=2, cp=3), True, Alignment(6, 6)),
         (Layout(world_size=12, tp=4, cp=3), True, Alignment(6, 12)),
+        (Layout(world_size=8, tp=4, cp=2), True, Alignment(4, 8)),
     ],
 )
 def test_alignment_of_a_layout(layout, sequence_parallel, expected):
