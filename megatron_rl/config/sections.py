@@ -211,4 +211,4 @@ class Metrics(Section):
     examples_per_step: NonNegative = 2
     """Readable rollouts kept in the run's folder for each step."""
     entropy_full_tokens: NonNegative = 128
-    """Tokens of a step on which the entropy over the whole vocabulary is measured."""
+    """Loss tokens of each microbatch on which the entropy over the whole vocabulary is measured."""

@@ -59,7 +59,7 @@ class Engine:
         self._optimizer = build_optimizer(config, self._models)
         self._schedule = Schedule(self._models, self._replay, groups)
         self._last_chunk = chunks[-1]
-        self._head = Head(self.table.architecture.vocab_size, groups.tp, config.sequence_parallel)
+        self._head = Head(self.table.architecture.vocab_size, groups.tp, config.sequence_parallel, config.metrics.entropy_full_tokens)
         self._clock = Clock(groups.device)
         self._reference: dict[tuple[int, str], Tensor] | None = None
 

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.engine.batch import DeviceMicrobatch
 from megatron_rl.engine.clock import Clock, EndsBackward, StartsBackward
-from megatron_rl.keep_set import keep_set_log_probs
+from megatron_rl.keep_set import entropy_full, keep_set_log_probs
 from megatron_rl.objective import Denominators, Measured, TokenBatch, token_batch
 
 Loss = Callable[[Tensor, TokenBatch], tuple[Tensor, Measured]]
@@ -28,6 +30,8 @@ class Head:
     group: dist.ProcessGroup
     """The tensor-parallel group, over which the vocabulary is cut."""
     sequence_parallel: bool
+    entropy_full_tokens: int
+    """Loss tokens of each microbatch whose entropy over the whole vocabulary is measured too; each costs a dense row."""
 
     def log_probs(self, hidden: Tensor, weight: Tensor, microbatch: DeviceMicrobatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, f32 [N] each, the same on all ranks of the group; zeros where there is no loss.
@@ -52,7 +56,21 @@ class Head:
                 reference_logprobs=microbatch.reference_logprobs, entropy=entropies,
             )  # fmt: skip
             share, measured = loss(log_probs, batch)
+            self._measure_entropy_full(measured, hidden, weight, microbatch)
             # Whatever the loss is made of, it hangs on the hidden states: other stages and expert-parallel ranks wait for this
             # microbatch's backward pass, also when it has no loss token.
             share = StartsBackward.apply(share + hidden.flatten()[:0].sum(), clock)
         return share, measured
+
+    def _measure_entropy_full(self, measured: Measured, hidden: Tensor, weight: Tensor, microbatch: DeviceMicrobatch) -> None:
+        """entropy_full: of loss tokens spread evenly over the microbatch, the same ones on every rank."""
+        places = np.flatnonzero(microbatch.source.loss_mask)
+        count = min(self.entropy_full_tokens, len(places))
+        if not count:
+            return
+        sample = torch.from_numpy(places[np.linspace(0, len(places) - 1, count).astype(np.int64)])
+        values = entropy_full(
+            hidden.detach().squeeze(1), weight, sample, temperature=microbatch.temperature, vocab_size=self.vocab_size,
+            group=self.group if self.group.size() > 1 else None, sequence_parallel=self.sequence_parallel,
+        )  # fmt: skip
+        measured.mean("entropy_full", values)
