@@ -30,7 +30,7 @@ class Run(Section):
 
 class Model(Section):
     path: Path | None = None
-    """A Hugging Face folder: config.json, safetensors, tokenizer."""
+    """A Hugging Face folder (config.json, safetensors, tokenizer), or what `megatron-rl convert hf-to-megatron` made of one."""
     architecture: dict[str, Any] | None = None
     """Instead of a path: a Hugging Face config.json written out here; the model starts from random weights and a character tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

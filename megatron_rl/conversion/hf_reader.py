@@ -1,7 +1,5 @@
 """A Hugging Face checkpoint folder as a lazy mapping from names to tensors."""
 
-import json
-import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -10,7 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.conversion.errors import CheckpointError, NameReport
-from megatron_rl.conversion.safetensors_format import StoredTensor, read_header
+from megatron_rl.conversion.model_files import read_config, read_json
+from megatron_rl.conversion.safetensors_format import read_header
+from megatron_rl.conversion.stored import StoredTensor
 from megatron_rl.layouts import ParameterTable
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -84,7 +84,7 @@ class HfCheckpoint(Mapping[str, Tensor]):
             )
 
     def __getitem__(self, name: str) -> Tensor:
-        return _map(self.stored[name])
+        return self.stored[name].map()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
@@ -96,43 +96,9 @@ class HfCheckpoint(Mapping[str, Tensor]):
         return name in self.stored
 
 
-def _map(entry: StoredTensor) -> Tensor:
-    spec = entry.spec
-    if spec.num_bytes == 0:
-        return torch.empty(spec.shape, dtype=spec.dtype)
-    # A mapping starts at a page. One per tensor, not per file: a private mapping counts as memory that might be needed, and
-    # the kernel refuses one that is larger than the machine's.
-    offset = entry.start % mmap.ALLOCATIONGRANULARITY
-    with open(entry.file, "rb") as stream:
-        pages = mmap.mmap(stream.fileno(), offset + spec.num_bytes, access=mmap.ACCESS_COPY, offset=entry.start - offset)
-    found = torch.frombuffer(pages, dtype=torch.uint8, offset=offset, count=spec.num_bytes)
-    if offset % spec.dtype.itemsize:
-        # Files by other writers need not be aligned; a typed view has to be.
-        found = found.clone()
-    return found.view(spec.dtype).view(spec.shape)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder."""
-    file = folder / "config.json"
-    if not file.is_file():
-        raise CheckpointError(f"{folder} is not a model folder: it has no config.json")
-    return _read_json(file)
-
-
 def _read_index(folder: Path) -> dict[str, str]:
     """File of each tensor; empty for a checkpoint of one file."""
     file = folder / INDEX_FILE
     if not file.is_file():
         return {}
-    return _read_json(file).get("weight_map", {})
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} has to be a JSON object")
-    return content
+    return read_json(file).get("weight_map", {})

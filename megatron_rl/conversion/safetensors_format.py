@@ -6,13 +6,12 @@ its bytes, counted from the end of the header), and the bytes. Format: https://g
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
 
 from megatron_rl.conversion.errors import CheckpointError
+from megatron_rl.conversion.stored import StoredTensor, TensorSpec
 
 _DTYPES = {
     "F64": torch.float64,
@@ -31,27 +30,6 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 8
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What a tensor will look like, without its values."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor's place in a file; `start` is its first byte, counted from the beginning of the file."""
-
-    file: Path
-    spec: TensorSpec
-    start: int
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

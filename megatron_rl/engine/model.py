@@ -20,7 +20,7 @@ from megatron_rl.config import Config
 from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.norm import RMSNorm
-from megatron_rl.layouts import LOCAL, TRANSFORMER_ENGINE, ModelArchitecture, Placement, Spelling
+from megatron_rl.layouts import CHECKPOINT, LOCAL, TRANSFORMER_ENGINE, ModelArchitecture, Placement, Spelling
 from megatron_rl.layouts.sharding import Split
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,16 @@ def _build_chunk(
         seq_len_interpolation_factor=rope.factor if rope.kind == "linear" else None,
         share_embeddings_and_output_weights=model.tie_word_embeddings, parallel_output=True, vp_stage=vp_stage,
     )  # fmt: skip
+    _name_as_in_checkpoints(built, backend.spelling)
     return built.to(groups.device)
+
+
+def _name_as_in_checkpoints(chunk: PolicyModel, spelling: Spelling) -> None:
+    """Layers of either spec save and load under the same keys, so that checkpoints move between CPU and GPU."""
+    for layer in chunk.decoder.layers:
+        mlp_norm = "sparse_mlp_norm" if hasattr(layer.mlp, "router") else "dense_mlp_norm"
+        keys = {getattr(spelling, field): getattr(CHECKPOINT, field) for field in ("attention_norm", mlp_norm)}
+        layer.submodules_config = dataclasses.replace(layer.submodules_config, sharded_state_dict_keys_map=keys)
 
 
 def _with_cpu_modules(spec: Any) -> Any:

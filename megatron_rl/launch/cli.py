@@ -55,25 +55,27 @@ def train(
 @convert.command("hf-to-megatron")
 def hf_to_megatron(
     source: Annotated[Path, typer.Argument(help="Hugging Face folder: config.json, safetensors.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="Folder to make; any layout loads it.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder to make: checkpoint, config.json and tokenizer.", show_default=False)],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted conversion.")] = False,
 ) -> None:
     """Write a Megatron dist-checkpoint of a Hugging Face model."""
     from megatron_rl.launch.convert import convert_hf_to_megatron
 
     with _user_errors():
-        convert_hf_to_megatron(source, out)
+        convert_hf_to_megatron(source, out, resume)
 
 
 @convert.command("megatron-to-hf")
 def megatron_to_hf(
     source: Annotated[Path, typer.Argument(help="A checkpoint of a run (checkpoints/step_...) or of hf-to-megatron.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="Hugging Face folder to make.", show_default=False)],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted conversion.")] = False,
 ) -> None:
     """Write a Hugging Face folder of a Megatron dist-checkpoint."""
     from megatron_rl.launch.convert import convert_megatron_to_hf
 
     with _user_errors():
-        convert_megatron_to_hf(source, out)
+        convert_megatron_to_hf(source, out, resume)
 
 
 class _user_errors:

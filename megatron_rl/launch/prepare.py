@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError, load_config
-from megatron_rl.conversion import CheckpointError, HfCheckpoint, make_random_model
+from megatron_rl.conversion import CheckpointError, make_random_model, open_checkpoint
 from megatron_rl.layouts import ParameterTable, Placement
 from megatron_rl.topology import Layout
 
@@ -21,7 +21,7 @@ def prepare(config: Config, folder: Path | None) -> dict[str, object]:
     if config.model.path is None:
         hf_config = dict(config.model.architecture or {})
     else:
-        checkpoint = HfCheckpoint.open(config.model.path)
+        checkpoint = open_checkpoint(config.model.path)
         hf_config = checkpoint.config
         checkpoint.check(ParameterTable(hf_config))
         if not (config.model.path / TOKENIZER_FILE).exists():

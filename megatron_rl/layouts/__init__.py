@@ -15,10 +15,11 @@ from megatron_rl.layouts.errors import TensorMismatchError, UnknownFamilyError, 
 from megatron_rl.layouts.family import Family
 from megatron_rl.layouts.parameter import HfTensor, Parameter, Region, Role
 from megatron_rl.layouts.placement import HeldParameter, Placement
-from megatron_rl.layouts.spelling import LOCAL, TRANSFORMER_ENGINE, Spelling
+from megatron_rl.layouts.spelling import CHECKPOINT, LOCAL, TRANSFORMER_ENGINE, Spelling
 from megatron_rl.layouts.table import FAMILIES, ParameterTable, family_of
 
 __all__ = [
+    "CHECKPOINT",
     "FAMILIES",
     "LOCAL",
     "TRANSFORMER_ENGINE",

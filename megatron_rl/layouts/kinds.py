@@ -43,6 +43,10 @@ class Kind(ABC):
     def fuse(self, parts: Sequence[Tensor]) -> Tensor:
         """The full tensor from its parts: the part itself where there is only one."""
 
+    def rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Pieces that make up the full tensor from top to bottom, without padded rows and rearranged as little as possible."""
+        return [self.fuse(parts)]
+
     def check_size(self, size: int) -> None:
         """LayoutError when the tensor cannot be cut over `size` ranks."""
         self.sharding.shard_shape(self.shape, size)
@@ -105,6 +109,9 @@ class GateUp(Kind):
     def fuse(self, parts: Sequence[Tensor]) -> Tensor:
         gate, up = parts
         return torch.cat([gate, up])
+
+    def rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return list(parts)
 
     def shard_parts(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         return self.fuse([Split(0).shard(part, rank, size) for part in parts])
@@ -192,6 +199,9 @@ class VocabularyRows(Kind):
     def fuse(self, parts: Sequence[Tensor]) -> Tensor:
         (rows,) = parts
         return _with_zero_rows(rows, self.padded_vocab_size)
+
+    def rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return list(parts)
 
     def shard_parts(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         (rows,) = parts

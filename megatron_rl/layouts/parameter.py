@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from megatron_rl.layouts.errors import TensorMismatchError
@@ -45,6 +46,8 @@ class HfTensor:
 
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    """Kept in this dtype whatever the model's is; None: the model's."""
 
 
 @dataclass(frozen=True)

@@ -34,3 +34,13 @@ TRANSFORMER_ENGINE = Spelling(
     expert_fc2="mlp.experts.linear_fc2.weight{expert}",
 )
 """Transformer Engine's modules: norms fused into the following linear, experts as one grouped matrix product."""
+
+CHECKPOINT = Spelling(
+    attention_norm=TRANSFORMER_ENGINE.attention_norm,
+    dense_mlp_norm=TRANSFORMER_ENGINE.dense_mlp_norm,
+    sparse_mlp_norm=TRANSFORMER_ENGINE.sparse_mlp_norm,
+    expert_fc1="mlp.experts.experts.{expert}.linear_fc1.weight",
+    expert_fc2="mlp.experts.experts.{expert}.linear_fc2.weight",
+)
+"""Keys of a dist-checkpoint, whichever spec built the model. There all experts of a layer lie in one tensor, [experts, outputs, inputs]
+under the name without the number."""

@@ -1,0 +1,121 @@
+"""Between the two kinds of checkpoint, one parameter at a time: reading runs ahead of writing by one, and no model is built."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_rl.conversion.errors import CheckpointError
+from megatron_rl.conversion.hf_reader import HfCheckpoint
+from megatron_rl.conversion.hf_writer import DEFAULT_SHARD_BYTES, HfCheckpointWriter, config_with_dtype
+from megatron_rl.conversion.megatron_checkpoint import MegatronCheckpoint, MegatronCheckpointWriter
+from megatron_rl.conversion.stored import TensorSpec
+from megatron_rl.layouts import Parameter, ParameterTable
+
+T = TypeVar("T")
+Report = Callable[[int, int], None]
+"""report(bytes done, bytes in all), after each parameter."""
+
+
+def hf_to_megatron(
+    source: Path, out: Path, *, resume: bool = False, shard_bytes: int = DEFAULT_SHARD_BYTES, report: Report = lambda done, total: None
+) -> None:
+    """Write `out`, a dist-checkpoint with config.json and tokenizer beside it, from a Hugging Face folder."""
+    checkpoint = HfCheckpoint.open(source)
+    checkpoint.check(ParameterTable(checkpoint.config))
+    specs = {name: stored.spec for name, stored in checkpoint.stored.items()}
+    config = config_with_dtype(checkpoint.config, _main_dtype(specs))
+    writer = MegatronCheckpointWriter(
+        out, config, {name: spec.dtype for name, spec in specs.items()}, assets_from=source, shard_bytes=shard_bytes,
+        fingerprint=_fingerprint(checkpoint.folder, specs, shard_bytes), resume=resume,
+    )  # fmt: skip
+    with writer:
+        pending, size_of = writer.pending, partial(_num_bytes, specs)
+        progress = _Progress(report, map(size_of, pending), sum(map(size_of, writer.table.parameters)))
+        for parameter, rows in zip(pending, read_ahead(partial(_rows, checkpoint, p) for p in pending), strict=True):
+            writer.write(parameter, rows)
+            progress.advance(size_of(parameter))
+
+
+def megatron_to_hf(
+    source: Path, out: Path, *, resume: bool = False, shard_bytes: int = DEFAULT_SHARD_BYTES, report: Report = lambda done, total: None
+) -> None:
+    """Write `out`, a Hugging Face folder, from a checkpoint of a run or of `hf_to_megatron`."""
+    checkpoint = MegatronCheckpoint.open(source)
+    checkpoint.check(ParameterTable(checkpoint.config))
+    specs = checkpoint.specs
+    writer = HfCheckpointWriter(
+        out, specs, config_with_dtype(checkpoint.config, _main_dtype(specs)), assets_from=checkpoint.model_folder, shard_bytes=shard_bytes,
+        fingerprint=_fingerprint(checkpoint.folder, specs, shard_bytes), resume=resume,
+    )  # fmt: skip
+    with writer:
+        pending = writer.pending
+        progress = _Progress(report, (specs[name].num_bytes for name in pending), sum(spec.num_bytes for spec in specs.values()))
+        for name, tensor in zip(pending, read_ahead(partial(_copy, checkpoint, name) for name in pending), strict=True):
+            writer.write(name, tensor)
+            progress.advance(specs[name].num_bytes)
+
+
+def read_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """The jobs' results in order. The next job runs in a thread while a result is used, so that two results exist at a time."""
+    with ThreadPoolExecutor(1) as reader:
+        upcoming = None
+        for job in jobs:
+            following = reader.submit(job)
+            if upcoming is not None:
+                yield upcoming.result()
+            upcoming = following
+        if upcoming is not None:
+            yield upcoming.result()
+
+
+class _Progress:
+    def __init__(self, report: Report, pending: Iterable[int], total: int) -> None:
+        self._report, self._total = report, total
+        self._done = total - sum(pending)
+        report(self._done, total)
+
+    def advance(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        self._report(self._done, self._total)
+
+
+def _rows(checkpoint: HfCheckpoint, parameter: Parameter) -> list[Tensor]:
+    """Out of the mapped file: the copy is what reads it."""
+    return [_in_memory(piece) for piece in parameter.kind.rows([checkpoint[tensor.name] for tensor in parameter.hf])]
+
+
+def _copy(checkpoint: MegatronCheckpoint, name: str) -> Tensor:
+    return _in_memory(checkpoint[name])
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _num_bytes(specs: dict[str, TensorSpec], parameter: Parameter) -> int:
+    return sum(specs[tensor.name].num_bytes for tensor in parameter.hf)
+
+
+def _main_dtype(specs: dict[str, TensorSpec]) -> torch.dtype:
+    """That of most elements."""
+    count: dict[torch.dtype, int] = {}
+    for spec in specs.values():
+        count[spec.dtype] = count.get(spec.dtype, 0) + prod(spec.shape)
+    if not count:
+        raise CheckpointError("the checkpoint holds no tensors")
+    return max(count, key=lambda dtype: count[dtype])
+
+
+def _fingerprint(folder: Path, specs: dict[str, TensorSpec], shard_bytes: int) -> str:
+    """Of what a conversion is made from: names, shapes and dtypes, and the files' names, sizes and times."""
+    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file())
+    content = [str(folder.resolve()), files, {name: [*spec.shape, str(spec.dtype)] for name, spec in specs.items()}, shard_bytes]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,212 @@
+"""A Megatron dist-checkpoint under Hugging Face names, and the writer of one; neither builds the model."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from megatron_rl.conversion.errors import CheckpointError, NameReport
+from megatron_rl.conversion.hf_writer import DEFAULT_SHARD_BYTES, cut
+from megatron_rl.conversion.model_files import read_config, write_model_files
+from megatron_rl.conversion.partial_folder import PartialFolder
+from megatron_rl.conversion.stored import TensorSpec
+from megatron_rl.conversion.torch_dist import SEAL, ArchiveFile, StoredArray, Written, read_torch_dist, write_metadata
+from megatron_rl.layouts import CHECKPOINT, Parameter, ParameterTable, Role
+
+_ENGINE = "engine"
+"""Where the checkpoint of a run keeps the trainer's part."""
+_NOT_THE_MODEL = ("optimizer.", "rng_state")
+
+
+def checkpoint_key(parameter: Parameter) -> str:
+    """Key of a parameter that is spelled for checkpoints."""
+    return parameter.template.replace("{expert}.", "").format(layer=parameter.layer)
+
+
+def stack_index(parameter: Parameter) -> tuple[int, ...]:
+    """Its place in the leading dimension under that key; () where the key is its own."""
+    return () if parameter.expert is None else (parameter.expert,)
+
+
+class MegatronCheckpoint(Mapping[str, Tensor]):
+    """Hugging Face names to tensors, put together from the chunks of a dist-checkpoint as they are asked for.
+
+    The parts of one parameter (q, k and v; gate and up) are read together: ask for them one after the other.
+    """
+
+    def __init__(self, folder: Path, model_folder: Path, arrays: dict[str, StoredArray]) -> None:
+        self.folder, self.model_folder = folder, model_folder
+        self.config = read_config(model_folder)
+        embedding = arrays.get("embedding.word_embeddings.weight")
+        self._table = ParameterTable(self.config, padded_vocab_size=embedding.shape[0] if embedding else None, spelling=CHECKPOINT)
+        self._arrays = arrays
+        self._last: dict[str, Tensor] = {}
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Self:
+        """A checkpoint of a run (RUN/checkpoints/step_000020, whose model lies in RUN/model), or one that was converted."""
+        given = Path(folder).resolve()
+        folder = given / _ENGINE if (given / _ENGINE / SEAL).is_file() else given
+        arrays = read_torch_dist(folder)
+        steps = given if folder != given else given.parent
+        beside = [folder, steps, steps.parent.parent / "model"]
+        model = next((place for place in beside if (place / "config.json").is_file()), None)
+        if model is None:
+            raise CheckpointError(f"{folder}: no config.json says what the model is; looked for it in {', '.join(map(str, beside))}")
+        return cls(folder, model, arrays)
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Of every tensor, without reading it."""
+        return {
+            tensor.name: TensorSpec(tensor.shape, self._arrays[checkpoint_key(parameter)].dtype)
+            for parameter in self._table.parameters
+            for tensor in parameter.hf
+        }
+
+    def check(self, table: ParameterTable) -> None:
+        """CheckpointError with all that is missing, left over or of a wrong shape, unless it is the table's model.
+
+        Nothing is read. The optimizer's state is no part of the model.
+        """
+        if table.architecture != self._table.architecture:
+            raise CheckpointError(f"{self.folder} is of another model than the config that it is compared with")
+        expected = {checkpoint_key(parameter): _stored_shape(parameter, self._num_experts) for parameter in self._table.parameters}
+        found = {key for key in self._arrays if not key.startswith(_NOT_THE_MODEL)}
+        report = NameReport(expected, found)
+        report.wrong += [
+            f"wrong shape: {key} is {list(self._arrays[key].shape)}, expected {list(shape)}"
+            for key, shape in sorted(expected.items())
+            if key in self._arrays and self._arrays[key].shape != shape
+        ]
+        if text := report.text():
+            raise CheckpointError(f"{self.folder} does not fit {self.model_folder}/config.json:\n  {text}")
+
+    @property
+    def _num_experts(self) -> int:
+        moe = self._table.architecture.moe
+        return moe.num_experts if moe else 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._last:
+            parameter = self._table.by_hf_name(name)
+            array = self._arrays.get(checkpoint_key(parameter))
+            if array is None:
+                raise KeyError(name)
+            self._last = dict(parameter.to_hf(array.read(stack_index(parameter))))
+        return self._last[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table.hf_tensors)
+
+    def __len__(self) -> int:
+        return len(self._table.hf_tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._table.hf_tensors
+
+
+def _stored_shape(parameter: Parameter, num_experts: int) -> tuple[int, ...]:
+    return parameter.shape if parameter.expert is None else (num_experts, *parameter.shape)
+
+
+class MegatronCheckpointWriter:
+    """A dist-checkpoint that any layout loads, with the model's other files beside it; the folder appears when it is whole.
+
+    dtypes: of each Hugging Face tensor. fingerprint, resume: as PartialFolder takes them. `pending` is what is left to write.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: Mapping[str, Any],
+        dtypes: Mapping[str, torch.dtype],
+        *,
+        assets_from: Path | None = None,
+        shard_bytes: int = DEFAULT_SHARD_BYTES,
+        fingerprint: str | None = None,
+        resume: bool = False,
+    ) -> None:
+        self._folder, self._config, self._assets_from = Path(folder), dict(config), assets_from
+        self._fingerprint, self._resume = fingerprint, resume
+        self.table = ParameterTable(config, spelling=CHECKPOINT)
+        self._parameters = {parameter.name: parameter for parameter in self.table.parameters}
+        specs = {name: _spec(parameter, dtypes) for name, parameter in self._parameters.items()}
+        self._files = {f"__0_{number}.distcp": list(group) for number, group in enumerate(cut(specs, shard_bytes))}
+        self._file: ArchiveFile | None = None
+
+    def __enter__(self) -> Self:
+        self._partial = PartialFolder(self._folder, self._fingerprint, resume=self._resume)
+        self._notes = {file: [Written(**item) for item in note] for file, note in self._partial.finished.items()}
+        self._queue = [(file, name) for file, names in self._files.items() if file not in self._notes for name in names]
+        return self
+
+    @property
+    def pending(self) -> list[Parameter]:
+        """Parameters in the order in which `write` takes them."""
+        return [self._parameters[name] for _, name in self._queue]
+
+    def write(self, parameter: Parameter, rows: Iterable[Tensor]) -> None:
+        """The next parameter, in the pieces that `Kind.rows` gives."""
+        file, name = self._queue.pop(0)
+        assert name == parameter.name, f"{parameter.name} was written where {name} comes next"
+        if self._file is None:
+            self._stream = open(self._partial.path / file, "wb")  # noqa: SIM115 - open until its last tensor
+            self._file = ArchiveFile(self._stream)
+        index, first = stack_index(parameter), 0
+        for piece in rows:
+            offsets = (*index, first, *(0 for _ in piece.shape[1:]))
+            self._file.add(checkpoint_key(parameter), offsets, piece.view((1,) * len(index) + piece.shape))
+            first += piece.shape[0]
+        if parameter.role.has_matrices:
+            self._file.add_empty_objects([self._extra_state(parameter)])
+        if not self._queue or self._queue[0][0] != file:
+            self._close_file(file)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            if self._file is not None:
+                self._stream.close()
+            self._partial.abandon()
+
+    def _extra_state(self, parameter: Parameter) -> str:
+        moe = self.table.architecture.moe
+        number, count = (0, 1) if parameter.expert is None else (parameter.expert, moe.num_experts)
+        return f"{checkpoint_key(parameter).removesuffix('weight')}_extra_state/shard_{number}_{count}"
+
+    def _close_file(self, file: str) -> None:
+        self._stream.flush()
+        self._notes[file] = self._file.written
+        self._partial.finish(os.dup(self._stream.fileno()), file, [asdict(item) for item in self._file.written])
+        self._stream.close()
+        self._file = None
+
+    def _finish(self) -> None:
+        if self._queue:
+            raise CheckpointError(f"{len(self._queue)} parameters were never written, {self._queue[0][1]} the first of them")
+        architecture = self.table.architecture
+        num_experts = architecture.moe.num_experts if architecture.moe else 0
+        shapes = {checkpoint_key(p): _stored_shape(p, num_experts) for p in self.table.parameters}
+        common = {"step": 0, "architecture": asdict(architecture), "dtype": self._config.get("dtype")}
+        write_model_files(self._partial.path, self._config, self._assets_from)
+        write_metadata(self._partial.path, self._notes, shapes, common)
+        self._partial.publish()
+
+
+def _spec(parameter: Parameter, dtypes: Mapping[str, torch.dtype]) -> TensorSpec:
+    found = {dtypes[tensor.name] for tensor in parameter.hf}
+    if len(found) > 1:
+        raise CheckpointError(f"{', '.join(tensor.name for tensor in parameter.hf)} are one tensor in Megatron, but of dtypes {found}")
+    return TensorSpec(parameter.shape, found.pop())
+
+
+def is_megatron_checkpoint(folder: Path) -> bool:
+    return (folder / SEAL).is_file() or (folder / _ENGINE / SEAL).is_file()

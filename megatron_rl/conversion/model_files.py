@@ -1,0 +1,62 @@
+"""What lies beside a model's weights: config.json, tokenizer, chat template, generation config."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.conversion.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+
+# Tokenizer (with its code), chat templates, generation defaults, and code that config.json names in its auto_map.
+_ASSETS = (
+    "tokenizer*",
+    "tokenization_*.py",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "tiktoken.model",
+    "chat_template*",
+    "additional_chat_templates",
+    "generation_config.json",
+    "configuration_*.py",
+    "modeling_*.py",
+)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder."""
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise CheckpointError(f"{folder} is not a model folder: it has no config.json")
+    return read_json(file)
+
+
+def write_model_files(folder: Path, config: Mapping[str, Any], assets_from: Path | None) -> None:
+    """config.json, and the other files of the model folder `assets_from`."""
+    write_json(folder / CONFIG_FILE, config)
+    if assets_from is None:
+        return
+    for path in (path for pattern in _ASSETS for path in assets_from.glob(pattern)):
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(path, folder / path.name)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} has to be a JSON object")
+    return content
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,58 @@
+"""Tensors at known places in files: their bytes are mapped, and read when they are touched."""
+
+import mmap
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor will look like, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor's place in a file; `start` is its first byte, counted from the beginning of the file."""
+
+    file: Path
+    spec: TensorSpec
+    start: int
+
+    def map(self) -> Tensor:
+        """Its bytes, mapped: a slice touches only its own, and they leave memory with the tensor. Writing to it changes neither
+        the file nor what the next mapping holds."""
+        if self.spec.num_bytes == 0:
+            return torch.empty(self.spec.shape, dtype=self.spec.dtype)
+        pages, offset = map_bytes(self.file, self.start, self.spec.num_bytes)
+        return tensor_in(pages, offset, self.spec)
+
+
+def map_bytes(file: Path, start: int, num_bytes: int) -> tuple[mmap.mmap, int]:
+    """A private mapping that holds the bytes, and where in it they begin.
+
+    One for each tensor, not for each file: a private mapping counts as memory that might be needed, and the kernel refuses one that
+    is larger than the machine's.
+    """
+    offset = start % mmap.ALLOCATIONGRANULARITY  # a mapping starts at a page
+    with open(file, "rb") as stream:
+        return mmap.mmap(stream.fileno(), offset + num_bytes, access=mmap.ACCESS_COPY, offset=start - offset), offset
+
+
+def tensor_in(pages: mmap.mmap, offset: int, spec: TensorSpec) -> Tensor:
+    """The tensor whose bytes begin at `offset` of a mapping."""
+    found = torch.frombuffer(pages, dtype=torch.uint8, offset=offset, count=spec.num_bytes)
+    if offset % spec.dtype.itemsize:
+        # Files by other writers need not be aligned; a typed view has to be.
+        found = found.clone()
+    return found.view(spec.dtype).view(spec.shape)

@@ -1,0 +1,207 @@
+"""The torch_dist format of Megatron's dist-checkpoints, tensor by tensor: no model is built and no process group is needed.
+
+A folder holds `.metadata` (a pickle of torch.distributed.checkpoint's Metadata: for each key the global shape and the chunks, for each
+chunk its file and range of bytes), files `__0_0.distcp`, ... in which each chunk is one archive as torch.save writes it, common.pt
+(everything that is no tensor), and metadata.json, which is written last.
+"""
+
+import io
+import json
+import os
+import pickle
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata,
+)  # fmt: skip
+from torch.utils.serialization import config as serialization
+
+from megatron_rl.conversion.errors import CheckpointError
+from megatron_rl.conversion.stored import TensorSpec, map_bytes, tensor_in
+
+SEAL = "metadata.json"
+"""A folder without it is not whole."""
+_METADATA, _COMMON = ".metadata", "common.pt"
+_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a global tensor, and the archive that holds it."""
+
+    offsets: tuple[int, ...]
+    spec: TensorSpec
+    file: Path
+    start: int
+    length: int
+
+    def map(self) -> Tensor:
+        """Its values, mapped from the file."""
+        pages, offset = map_bytes(self.file, self.start, self.length)
+        del offset  # zipfile finds the archive behind whatever precedes it in the mapping
+        with zipfile.ZipFile(pages) as archive:  # type: ignore[arg-type]
+            data = [entry for entry in archive.infolist() if "/data/" in entry.filename]
+        if len(data) != 1 or data[0].file_size != self.spec.num_bytes or data[0].compress_type != zipfile.ZIP_STORED:
+            raise CheckpointError(f"{self.file}: the archive at byte {self.start} does not hold one tensor of {self.spec}")
+        # Local header: 30 bytes, the last four of which are the lengths of the name and of the extra field behind it.
+        header = data[0].header_offset
+        lengths = int.from_bytes(pages[header + 26 : header + 28], "little") + int.from_bytes(pages[header + 28 : header + 30], "little")
+        return tensor_in(pages, header + 30 + lengths, self.spec)
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """A global tensor in chunks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+    def read(self, index: Sequence[int] = ()) -> Tensor:
+        """The tensor at `index` of the leading dimensions: mapped where one chunk is all of it, put together otherwise."""
+        first, shape = len(index), self.shape[len(index) :]
+        inside = [chunk for chunk in self.chunks if _holds(chunk, index)]
+        if len(inside) == 1 and inside[0].spec.shape[first:] == shape:
+            return _at(inside[0], index)
+        full = torch.empty(shape, dtype=self.dtype)
+        for chunk in inside:
+            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets[first:], chunk.spec.shape[first:], strict=True))
+            full[box] = _at(chunk, index)
+        if sum(torch.Size(chunk.spec.shape[first:]).numel() for chunk in inside) != full.numel():
+            raise CheckpointError(f"the chunks of a tensor of shape {list(self.shape)} do not cover it once")
+        return full
+
+
+def _holds(chunk: Chunk, index: Sequence[int]) -> bool:
+    return all(o <= i < o + n for i, o, n in zip(index, chunk.offsets, chunk.spec.shape))
+
+
+def _at(chunk: Chunk, index: Sequence[int]) -> Tensor:
+    values = chunk.map()
+    for number, offset in zip(index, chunk.offsets):
+        values = values[number - offset]
+    return values
+
+
+def read_torch_dist(folder: Path) -> dict[str, StoredArray]:
+    """All tensors of a folder by key; CheckpointError where it is not whole or not of this format."""
+    if not (folder / SEAL).is_file():
+        raise CheckpointError(f"{folder} is not a whole Megatron checkpoint: it has no {SEAL}")
+    backend = json.loads((folder / SEAL).read_text()).get("sharded_backend")
+    if backend != "torch_dist":
+        raise CheckpointError(f"{folder} is written by {backend!r}; only torch_dist can be read")
+    metadata = _read_metadata(folder / _METADATA)
+    found: dict[str, StoredArray] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            found[key] = StoredArray(tuple(entry.size), entry.properties.dtype, tuple(_chunks(folder, key, entry, metadata)))
+    return found
+
+
+def _chunks(folder: Path, key: str, entry: TensorStorageMetadata, metadata: Metadata) -> Iterable[Chunk]:
+    for chunk in entry.chunks:
+        place = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
+        if place is None:
+            raise CheckpointError(f"{folder}: nothing says where the part of {key} at {list(chunk.offsets)} lies")
+        if place.transform_descriptors:
+            raise CheckpointError(f"{folder}: {key} is stored through {place.transform_descriptors}, which cannot be read")
+        spec = TensorSpec(tuple(chunk.sizes), entry.properties.dtype)
+        yield Chunk(tuple(chunk.offsets), spec, folder / place.relative_path, place.offset, place.length)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes only what a checkpoint's metadata consist of: a folder from elsewhere must not be able to run anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if module.partition(".")[0] in ("torch", "collections", "megatron") else None
+        plain = isinstance(found, (torch.dtype, torch.layout, torch.memory_format))
+        known = module.startswith("torch.distributed.checkpoint.") and isinstance(found, type)
+        if plain or known or (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")):
+            return found
+        raise CheckpointError(f"{_METADATA} asks for {module}.{name}, which no checkpoint needs; it is not read")
+
+
+def _read_metadata(file: Path) -> Metadata:
+    try:
+        with open(file, "rb") as stream:
+            return _MetadataUnpickler(stream).load()
+    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Written:
+    """An archive that lies in a file: of a tensor, or (dtype None) of a small object. Plain values, that a journal can keep."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: str | None
+    start: int
+    length: int
+
+
+class ArchiveFile:
+    """One `.distcp` file, appended to."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.written: list[Written] = []
+
+    def add(self, key: str, offsets: Sequence[int], tensor: Tensor) -> None:
+        """One chunk of the tensor `key`."""
+        self._stream.write(b"\0" * (-self._stream.tell() % _ALIGNMENT))  # so that the values can be mapped as they lie
+        if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize or not tensor.is_contiguous():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)  # torch.save writes all of a view's storage
+        start = self._stream.tell()
+        with serialization.patch({"save.compute_crc32": False}):  # nobody reads it
+            torch.save(tensor, self._stream)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.written.append(Written(key, tuple(offsets), tuple(tensor.shape), dtype, start, self._stream.tell() - start))
+
+    def add_empty_objects(self, keys: Iterable[str]) -> None:
+        """Modules of Transformer Engine keep an object each beside their weights; here every one is empty."""
+        archive = io.BytesIO()
+        torch.save([None], archive)
+        for key in keys:
+            self.written.append(Written(key, (), (), None, self._stream.tell(), len(archive.getvalue())))
+            self._stream.write(archive.getvalue())
+
+
+def write_metadata(folder: Path, files: dict[str, list[Written]], shapes: dict[str, tuple[int, ...]], common: dict[str, Any]) -> None:
+    """The last step: what lies where. files: by name; shapes: global, of each tensor's key."""
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for file, written in files.items():
+        for item in written:
+            if item.dtype is None:
+                entries[item.key] = BytesStorageMetadata()
+                storage[MetadataIndex(item.key)] = _StorageInfo(file, item.start, item.length)
+                continue
+            chunk = ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes))
+            chunks[item.key].append(chunk)
+            properties = TensorProperties(dtype=getattr(torch, item.dtype))
+            entries[item.key] = TensorStorageMetadata(properties, torch.Size(shapes[item.key]), chunks[item.key])
+            storage[MetadataIndex(item.key, chunk.offsets)] = _StorageInfo(file, item.start, item.length)
+    _write(folder / _METADATA, pickle.dumps(Metadata(entries, storage_data=storage)))
+    archive = io.BytesIO()
+    torch.save(common, archive)
+    _write(folder / _COMMON, archive.getvalue())
+    _write(folder / SEAL, json.dumps(_FORMAT).encode())
+
+
+def _write(file: Path, content: bytes) -> None:
+    with open(file, "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
