@@ -3,8 +3,8 @@
 The policy's randomness is not part of it: weights are drawn by name before the first step, and nothing drops out afterwards.
 Megatron keeps names and settings as pickled objects beside the tensors, so that a folder must come from a run of one's own.
 
-While saving, Megatron starts helper processes that import the main module again: the program that trains needs the usual
-`if __name__ == "__main__"` guard.
+On a GPU Megatron starts helper processes while it saves, and these import the main module again: the program that trains needs the
+usual `if __name__ == "__main__"` guard.
 """
 
 import os
@@ -23,8 +23,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron_rl.engine.optimizer import separate_step_counts
 from megatron_rl.layouts import ModelArchitecture
 
-_CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""How the optimizer's state is cut: like the model's parameters, under their names, independent of the layout."""
+_CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True, "non_homogeneous_layers": True}
+"""The optimizer's state is cut like the model's parameters, under their names, independent of the layout; each layer has keys of its own."""
 
 
 class CheckpointError(RuntimeError):

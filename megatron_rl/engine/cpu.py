@@ -8,6 +8,7 @@ only where there is no CUDA device. What is replaced, and why, stands in the tab
 import contextlib
 import functools
 import importlib.metadata
+import queue
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,7 @@ def _type_of_cuda(type_of: Callable) -> Callable:
 
 def _mend_megatron() -> None:
     """What Megatron-Core itself gets wrong without a GPU."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -142,6 +144,9 @@ def _mend_megatron() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = _as_host_values
     # A checkpoint keeps the step count of PyTorch's AdamW beside the parameters' states, but loading looks for it among them.
     DistributedOptimizer._set_main_param_and_optimizer_states = _keeps_step(DistributedOptimizer._set_main_param_and_optimizer_states)
+    # The results of writing a checkpoint come back through a manager process, a new Python for each rank, which a synchronous save
+    # does not need: it takes seconds to start, and imports the main module again.
+    filesystem_async._results_queue = queue.Queue()
 
 
 def _as_host_values(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
