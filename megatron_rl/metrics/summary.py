@@ -5,7 +5,7 @@ Read from each training row, where they are there:
                                                staleness_max, num_tokens, num_loss_tokens, num_rollouts
     objective's metrics                        mismatch_kl_k1, abs_dlogp_mean, ratio_mean, entropy_keep_set
     the same of probe rollouts                 probe/abs_dlogp_mean, probe/ratio_mean, probe/num_loss_tokens
-    trainer and rollouts                       overhead_share, trainer_step_s, trainer_tokens_per_s, rollout_tokens_per_s
+    trainer and rollouts                       overhead_share, step_s, trainer_tokens_per_s, rollout_tokens_per_s
 """
 
 import json
@@ -31,8 +31,8 @@ _WEIGHTED_MEANS = {
     "train_mismatch_kl_k1": ("mismatch_kl_k1", "num_loss_tokens"),
     "train_abs_dlogp_mean": ("abs_dlogp_mean", "num_loss_tokens"),
     "train_ratio_mean": ("ratio_mean", "num_loss_tokens"),
-    "overhead_share": ("overhead_share", "trainer_step_s"),
-    "trainer_tokens_per_s": ("trainer_tokens_per_s", "trainer_step_s"),
+    "overhead_share": ("overhead_share", "step_s"),
+    "trainer_tokens_per_s": ("trainer_tokens_per_s", "step_s"),
     "rollout_tokens_per_s": ("rollout_tokens_per_s", "seconds"),
 }
 """Key of the summary: the value in a row, and what it is weighted by (a row without the weight counts 1)."""

@@ -10,8 +10,12 @@ OFF_RATIO = 0.1
 
 
 def mismatch_metrics(log_probs: Tensor, batch: TokenBatch) -> Measured:
-    """Of log_probs [N] against the recorded ones, on a microbatch of any rollouts; at equal weights when these are probes."""
+    """Of log_probs [N] against the recorded ones, on a microbatch of any rollouts; at equal weights when these are probes.
+
+    num_loss_tokens says how many tokens the means are over, so that several probes can be put together.
+    """
     measured = Measured()
+    measured.sum("num_loss_tokens", batch.sequence_tokens.sum())
     measure_mismatch(measured, log_probs.detach()[batch.position], batch)
     return measured
 

@@ -53,8 +53,8 @@ def test_the_probes_speak_for_equal_weights_and_the_training_batches_for_themsel
 
 def test_staleness_overhead_and_times():
     rows = [
-        row(0, staleness_mean=0, staleness_max=0, num_rollouts=8, overhead_share=0.1, trainer_step_s=1),
-        row(1, staleness_mean=2, staleness_max=3, num_rollouts=8, overhead_share=0.02, trainer_step_s=3),
+        row(0, staleness_mean=0, staleness_max=0, num_rollouts=8, overhead_share=0.1, step_s=1),
+        row(1, staleness_mean=2, staleness_max=3, num_rollouts=8, overhead_share=0.02, step_s=3),
     ]
     summary = summarise_run(rows, supervised=[Row(0, {}, "supervised", seconds=5.0)])
     assert summary["staleness_mean"] == 1 and summary["staleness_max"] == 3

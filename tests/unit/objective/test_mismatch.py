@@ -81,7 +81,7 @@ def test_only_loss_tokens_count_and_no_gradient_flows():
     expected = np.abs(log_probs.detach().numpy() - m.rollout_logprobs)[m.loss_mask]
     metrics = measured.metrics()
     assert metrics["abs_dlogp_mean"].value == pytest.approx(expected.mean(), abs=1e-12)
-    assert metrics["abs_dlogp_mean"].count == m.loss_mask.sum()
+    assert metrics["abs_dlogp_mean"].count == metrics["num_loss_tokens"].value == m.loss_mask.sum()
     assert metrics["abs_dlogp_max"].value == pytest.approx(expected.max(), abs=1e-12)
 
 
