@@ -46,10 +46,6 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
     return {name: float(metric.value) for name, metric in metrics.items() if metric.count}
 
 
-def from_floats(values: Mapping[str, float], reduction: Reduction = "last") -> dict[str, Metric]:
-    return {name: Metric(reduction, float(value)) for name, value in values.items()}
-
-
 def _merge_two(name: str, a: Metric, b: Metric) -> Metric:
     if a.reduction != b.reduction:
         raise ValueError(f"metric {name} is a {a.reduction} in one part and a {b.reduction} in another; a name has one reduction")

@@ -4,7 +4,8 @@ Read from each training row, where they are there:
     plan's summary (batching.step.summarise)   reward_mean, keep_set_coverage, routing_coverage, singleton_share, staleness_mean,
                                                staleness_max, num_tokens, num_loss_tokens, num_rollouts
     objective's metrics                        mismatch_kl_k1, abs_dlogp_mean, ratio_mean, entropy_keep_set
-    the same of probe rollouts                 probe/abs_dlogp_mean, probe/ratio_mean, probe/num_loss_tokens
+    the same of probe rollouts                 probe/abs_dlogp_mean, probe/abs_dlogp_max, probe/ratio_mean,
+                                               probe/num_loss_tokens
     trainer and rollouts                       overhead_share, step_s, trainer_tokens_per_s, rollout_tokens_per_s
 """
 
@@ -55,8 +56,9 @@ def summarise_run(rows: Sequence[Row], supervised: Sequence[Row] = ()) -> dict[s
         total = sum(w for _, w in pairs)
         if total:
             summary[key] = sum(value * w for value, w in pairs) / total
-    if worst := series(rows, "staleness_max"):
-        summary["staleness_max"] = max(worst)
+    for key, name in (("staleness_max", "staleness_max"), ("abs_dlogp_max", "probe/abs_dlogp_max")):
+        if values := series(rows, name):
+            summary[key] = max(values)
     wall_time = sum(row.seconds for row in [*supervised, *rows])
     summary["wall_time_s"] = wall_time
     summary["num_tokens"] = sum(series(rows, "num_tokens"))

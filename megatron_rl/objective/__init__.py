@@ -1,11 +1,11 @@
 """Losses over the sampled tokens; each states its denominator, and its value does not depend on how a batch is split."""
 
-from megatron_rl.objective.measure import Measured, metrics_of
+from megatron_rl.objective.measure import Measured
 from megatron_rl.objective.mismatch import mismatch_metrics
 from megatron_rl.objective.policy import PolicyLoss
 from megatron_rl.objective.supervised import SupervisedLoss
 from megatron_rl.objective.token_batch import Denominators, TokenBatch, token_batch
 
 __all__ = [
-    "Denominators", "Measured", "PolicyLoss", "SupervisedLoss", "TokenBatch", "metrics_of", "mismatch_metrics", "token_batch",
+    "Denominators", "Measured", "PolicyLoss", "SupervisedLoss", "TokenBatch", "mismatch_metrics", "token_batch",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Metrics of a loss as one tensor, so that a microbatch costs no wait for the device."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -46,8 +46,3 @@ class Measured:
     def _add(self, kinds: list[tuple[str, Reduction]], totals: Tensor, counts: Tensor) -> None:
         self._kinds += kinds
         self._pairs.append(torch.stack([totals.reshape(-1), counts.reshape(-1)], dim=1))
-
-
-def metrics_of(measured: Iterable[Measured]) -> list[dict[str, Metric]]:
-    """Of several microbatches, ready for `metrics.merge`."""
-    return [m.metrics() for m in measured]

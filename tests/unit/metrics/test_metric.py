@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megatron_rl.metrics import Metric, from_floats, merge, to_floats
+from megatron_rl.metrics import Metric, merge, to_floats
 
 
 def measured(values):
@@ -47,7 +47,3 @@ def test_a_nan_spoils_the_whole_and_is_not_lost():
         for parts in ([math.nan, 1.0], [1.0, math.nan]):
             merged = merge([{"x": Metric(reduction, value)} for value in parts])
             assert math.isnan(merged["x"].value), (reduction, parts)
-
-
-def test_plain_numbers_become_metrics():
-    assert from_floats({"seconds": 3}, "sum") == {"seconds": Metric("sum", 3.0)}

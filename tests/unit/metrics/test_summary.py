@@ -44,10 +44,11 @@ def test_the_probes_speak_for_equal_weights_and_the_training_batches_for_themsel
     rows = [
         row(0, probe__abs_dlogp_mean=1e-7, probe__ratio_mean=1.0, probe__num_loss_tokens=10, abs_dlogp_mean=0.1, ratio_mean=0.9),
         row(1, abs_dlogp_mean=0.3, ratio_mean=1.1),  # no probe after this step
-        row(2, probe__abs_dlogp_mean=4e-7, probe__ratio_mean=1.5, probe__num_loss_tokens=20),
+        row(2, probe__abs_dlogp_mean=4e-7, probe__ratio_mean=1.5, probe__num_loss_tokens=20, probe__abs_dlogp_max=2e-6),
     ]
     summary = summarise_run(rows)
     assert summary["abs_dlogp_mean"] == pytest.approx(3e-7) and summary["ratio_mean"] == pytest.approx(4 / 3)
+    assert summary["abs_dlogp_max"] == 2e-6
     assert summary["train_abs_dlogp_mean"] == pytest.approx(0.2) and summary["train_ratio_mean"] == pytest.approx(1.0)
 
 

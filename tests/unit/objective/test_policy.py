@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.config.sections import Objective
 from megatron_rl.metrics import merge, to_floats
-from megatron_rl.objective import Denominators, PolicyLoss, metrics_of, token_batch
+from megatron_rl.objective import Denominators, PolicyLoss, token_batch
 from tests.unit.objective.reference import random_microbatch, random_policies, reference_loss, tokens_of
 
 DENOMINATORS = Denominators(tokens=41, sequences=9)  # of the whole update, not of the microbatch
@@ -99,7 +99,7 @@ def test_the_split_does_not_matter(objective):
 
     assert sum(part_loss.item() for part_loss, _ in results) == pytest.approx(loss.item(), abs=1e-12)
     torch.testing.assert_close(torch.cat([piece.grad for piece in pieces]), log_probs.grad, rtol=0, atol=1e-14)
-    apart = to_floats(merge(metrics_of(part for _, part in results)))
+    apart = to_floats(merge(part.metrics() for _, part in results))
     assert apart == pytest.approx(to_floats(measured.metrics()), abs=1e-12)
 
 
