@@ -82,7 +82,7 @@ class Spool:
         return plan
 
     def recorded(self, step: int) -> StepPlan | None:
-        """The plan of a step when it and all of its payloads are there and whole, so that the step can be run again; else None."""
+        """The plan of a step when it and all its payloads are there and whole, so that the step can be run again; else None."""
         name = self.plan_name(step)
         if not self.path(name).exists():
             return None
