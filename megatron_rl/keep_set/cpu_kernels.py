@@ -1,8 +1,8 @@
 """The two kernels of the pair route on a CPU. Both name rows of a table in CSR and read them in place: no [n, H] gather exists.
 
 Each result is one sequential sum per output, in CSR order, so the bits depend neither on the number of threads nor on the run.
-Tables of fp32 or fp64 are read directly. PyTorch's kernels would round bf16 sums (or refuse bf16), so the distinct rows that a
-block of bags needs are widened first.
+Tables of fp32 or fp64 are read directly. PyTorch's kernels would round bf16 sums (or refuse bf16), so a bf16 table is widened first:
+whole if it is small, else the distinct rows that a block of bags needs.
 """
 
 import warnings
@@ -14,7 +14,7 @@ from torch.nn.functional import embedding_bag
 
 from megatron_rl.keep_set.accumulate import accumulation_dtype
 
-_PAIRS_PER_BLOCK = 8192  # bounds the rows that are widened at a time: 32 MB at H = 1024
+_WIDENED_BYTES = 32 << 20  # of rows that are widened at a time
 
 with warnings.catch_warnings():  # "sparse CSR is in beta" is said once per process: here, and to nobody
     warnings.simplefilter("ignore")
@@ -53,10 +53,15 @@ def _sums(coefficients: Tensor, table: Tensor, index: Tensor, offsets: Tensor) -
 
 def _widened(table: Tensor, index: Tensor, offsets: Tensor) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
     """Blocks of bags: (bags, their entries, their distinct rows in accumulation dtype, index into these, offsets from 0)."""
-    _, bags_per_block = torch.unique_consecutive(offsets[:-1] // _PAIRS_PER_BLOCK, return_counts=True)
+    dtype = accumulation_dtype(table)
+    if table.numel() * dtype.itemsize <= _WIDENED_BYTES:
+        yield slice(None), slice(None), table.to(dtype), index, offsets
+        return
+    entries_per_block = max(1, _WIDENED_BYTES // (table.shape[1] * dtype.itemsize))
+    _, bags_per_block = torch.unique_consecutive(offsets[:-1] // entries_per_block, return_counts=True)
     first = 0
     for last in bags_per_block.cumsum(0).tolist():
         entries = slice(int(offsets[first]), int(offsets[last]))
         distinct, columns = torch.unique(index[entries], return_inverse=True)
-        yield slice(first, last), entries, table[distinct].to(accumulation_dtype(table)), columns.int(), offsets[first : last + 1] - entries.start
+        yield slice(first, last), entries, table[distinct].to(dtype), columns.int(), offsets[first : last + 1] - entries.start
         first = last

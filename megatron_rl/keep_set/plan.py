@@ -51,7 +51,7 @@ class RouteCosts:
     dense_row: float  # one vocabulary row of a dense pass, however few its tokens: reading the weight, adding to its gradient
 
 
-CPU_COSTS = RouteCosts(dense_entry=1 / 20, dense_row=1.0)
+CPU_COSTS = RouteCosts(dense_entry=1 / 16, dense_row=1.0)
 GPU_COSTS = RouteCosts(dense_entry=1 / 100, dense_row=1.0)  # a guess from bandwidth and bf16 FLOP/s: not measured
 
 

@@ -57,7 +57,7 @@ def test_several_chunks_blocks_and_groups_give_the_same(monkeypatch, route):
     from megatron_rl.keep_set import cpu_kernels, dense_route, pair_route
 
     for module, name, value in (
-        (cpu_kernels, "_PAIRS_PER_BLOCK", 8), (pair_route, "_SUMS_BYTES", 256), (dense_route, "_CHUNK_BYTES", 1),
+        (cpu_kernels, "_WIDENED_BYTES", 512), (pair_route, "_SUMS_BYTES", 256), (dense_route, "_CHUNK_BYTES", 1),
         (plan, "_WIDE_PAIRS_AT_ONCE", 100), (dense_route, "_TOKENS_AT_ONCE", 7),
     ):  # fmt: skip
         assert hasattr(module, name)
