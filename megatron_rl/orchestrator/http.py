@@ -56,7 +56,9 @@ class _WithoutSignals(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def serving(app: Starlette, listener: socket.socket):
     """The app on a socket that already listens, for as long as the block runs."""
-    server = _WithoutSignals(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2))
+    # Connections are kept for longer than clients keep them idle, so that none is closed while a request is on its way.
+    settings = {"timeout_keep_alive": 600, "timeout_graceful_shutdown": 2}
+    server = _WithoutSignals(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", **settings))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield

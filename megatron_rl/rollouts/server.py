@@ -79,6 +79,8 @@ def server_command(
         argv += ["--enforce-eager", "--worker-cls", "megatron_rl.vllm_plugin.worker.RolloutCpuWorker"]
     # vLLM serves the routes for pausing, weight updates and collective_rpc in this mode only. The model comes from a folder.
     env = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    # Longer than any client keeps an idle connection: a server that closes first does so while a request is on its way (ReadError).
+    env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "600"
     if device == "cpu":
         env |= _cpu_environment(cpus, threads, tensor_parallel_size)
     return argv + list(extra_arguments), env
