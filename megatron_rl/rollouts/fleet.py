@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 
 import httpx
 
+from megatron_rl.processes import PortError, ProcessError
 from megatron_rl.rollouts.errors import ServerError
 
 State = Literal["starting", "up", "ready", "suspect", "dead", "given_up"]
@@ -79,7 +80,7 @@ class Server:
 class Fleet:
     """`await fleet.run()` keeps `count` servers alive; events arrive in `fleet.events`.
 
-    start: starts the server of a slot and returns its handle (it need not answer yet).
+    start: starts the server of a slot and returns its handle (it need not answer yet); raises OSError, ProcessError or PortError.
     check: returns if the server at a URL is healthy, raises ServerError or an httpx.HTTPError otherwise; it is cut off
         after check_timeout_s.
     """
@@ -163,7 +164,7 @@ class Fleet:
         server.failed_checks, server.failed_groups, server.condemned = 0, 0, ""
         try:
             handle = await self._start(server.slot)
-        except OSError as error:
+        except (OSError, ProcessError, PortError) as error:
             server.state = "dead"
             reason = f"could not be started: {error}"
             self._tell("left", server, reason)
