@@ -68,6 +68,11 @@ class Config(Section):
         return self.rollouts.prompts_per_step * self.rollouts.samples_per_prompt
 
     @property
+    def groups_per_server(self) -> int:
+        """Groups in flight on one server: a quarter more than it runs at once, so that it never waits for the next."""
+        return -(-5 * self.servers.max_num_seqs // (4 * self.rollouts.samples_per_prompt))
+
+    @property
     def probe_tolerance(self) -> float:
         asked = self.weight_sync.probe_tolerance
         return asked if asked is not None else (1e-4 if self.model.dtype == "float32" else 0.1)

@@ -90,13 +90,14 @@ class Orchestrator:
         return WorkOrder(tasks, stop=self.stop_requested)
 
     def _deal(self, slots: int) -> tuple[GroupTask, ...]:
-        """Probes first, since the trainer waits for them; then groups, each to the ready server with the fewest in flight."""
+        """Probes first, since the trainer waits for them; then groups, each to the ready server with the fewest in flight.
+
+        A server gets no more than keeps it busy: what waits in its queue would only grow old there, and hold up the probes."""
         tasks = []
         while self._probe and self._probe.waiting and len(tasks) < slots:
             tasks.append(self._probe.take())
-        ready = self.fleet.ready()
-        while ready and len(tasks) < slots:
-            server = min(ready, key=lambda s: self.state.in_flight_on(s.url))
+        while len(tasks) < slots and (free := [s for s in self.fleet.ready() if self.state.in_flight[s.url] < self.config.groups_per_server]):
+            server = min(free, key=lambda s: self.state.in_flight[s.url])
             if not self.state.groups_to_begin(server.version):
                 break
             tasks.append(self.state.begin(server.url, server.version))

@@ -16,6 +16,8 @@ class RunState:
         self._config = config
         self.ledger, self.buffer = ledger, buffer
         self._tasks: dict[str, GroupTask] = {}
+        self.in_flight: Counter[str] = Counter()
+        """Groups in flight by server."""
         self.recent_failures: Counter[str] = Counter()
         """Failures by kind since the last group that succeeded."""
         self.last_failure = ""
@@ -49,12 +51,14 @@ class RunState:
         task = GroupTask(uid, draw.prompt_index, draw.attempt, self._config.rollouts.samples_per_prompt, server)
         self.buffer.begin(draw.prompt_index, version)
         self._tasks[uid] = task
+        self.in_flight[server] += 1
         return task
 
     def end(self, result: GroupResult) -> bool:
         """A group has ended, well or not. False: it is not (or no longer) in flight, and its result is ignored."""
-        if self._tasks.pop(result.uid, None) is None:
+        if (task := self._tasks.pop(result.uid, None)) is None:
             return False
+        self.in_flight[task.server] -= 1
         if result.failure is None:
             self.ledger.finish(result.prompt_index, [r.num_completion_tokens for r in result.rollouts])
             self.buffer.finish(result)
@@ -73,6 +77,7 @@ class RunState:
         lost = [task for task in self._tasks.values() if task.server == server]
         for task in lost:
             self.end(GroupResult(task.uid, task.prompt_index, task.attempt, server, failure="server", message="left the fleet"))
+        del self.in_flight[server]
         return len(lost)
 
     def take_step(self) -> tuple[GroupResult, ...] | None:
@@ -93,6 +98,3 @@ class RunState:
             lengths.setdefault(entry.prompt_index, []).append(entry.num_loss_tokens)
         self.buffer.adopt(lengths, plan.step)
         self.ledger.adopt(lengths, plan.step)
-
-    def in_flight_on(self, server: str) -> int:
-        return sum(task.server == server for task in self._tasks.values())
