@@ -36,39 +36,41 @@ class _Flight(NamedTuple):
 class GlooSender:
     """host: the address of this machine under which the servers reach it, and the only one that is listened on.
 
-    bucket_bytes: tensors are sent together up to this size. timeout_s: for meeting, and for one bucket to get through.
+    bucket_bytes: tensors are sent together up to this size. timeout_s: for meeting a server, and for one bucket to reach it and the
+    one before to be loaded. receive_timeout_s: how long a server waits for the next bucket; it must outlast the gathering of a bucket
+    and the timeouts of other servers, which hold the stream up. (A sender that dies is noticed at once.)
     """
 
     backend = "gloo"
 
-    def __init__(self, host: str = "127.0.0.1", *, bucket_bytes: int = 64 << 20, timeout_s: float = 60.0):
+    def __init__(
+        self, host: str = "127.0.0.1", *, bucket_bytes: int = 64 << 20, timeout_s: float = 60.0, receive_timeout_s: float = 600.0
+    ):
         self._host = host
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
+        self._receive_timeout_s = receive_timeout_s
         self._groups: dict[str, WeightGroup] = {}
-        self._url_of: dict[str, str] = {}
 
     def connect(self, servers: Sequence[ServerRoutes]) -> dict[str, str]:
-        """Keep the groups that work; make one for every server that has none, or that has come back under another address."""
-        new = [server for server in servers if self._url_of.get(server.address.name) != server.address.url]
+        """Make a new group with every server: it takes 15 ms, and an old one may belong to a process that is no more."""
+        self.close()
         failures: dict[str, str] = {}
-        if not new:
+        if not servers:
             return failures
-        with ThreadPoolExecutor(len(new)) as pool:
-            meetings = {server.address: pool.submit(self._meet, server) for server in new}
-            for address, meeting in meetings.items():
-                try:
-                    self._groups[address.name] = meeting.result()
-                    self._url_of[address.name] = address.url
-                except (ServerError, RuntimeError) as error:  # torch.distributed's errors are RuntimeErrors
-                    self.disconnect(address.name)
-                    failures[address.name] = f"no weight group: {error}"
+        with ThreadPoolExecutor(len(servers)) as pool:
+            meetings = {server.address.name: pool.submit(self._meet, server) for server in servers}
+        for name, meeting in meetings.items():
+            try:
+                self._groups[name] = meeting.result()
+            except (ServerError, RuntimeError) as error:  # torch.distributed's errors are RuntimeErrors
+                failures[name] = f"no weight group: {error}"
         return failures
 
     def _meet(self, server: ServerRoutes) -> WeightGroup:
         store = listen_for_workers(self._host, self._timeout_s)
         world_size = 1 + server.address.num_workers
-        init_info = {"host": self._host, "port": store.port, "world_size": world_size, "timeout_s": self._timeout_s}
+        init_info = {"host": self._host, "port": store.port, "world_size": world_size, "timeout_s": self._receive_timeout_s}
         # Each side waits for the other, so both at once; when one fails, the other is left to its timeout.
         pool = ThreadPoolExecutor(2)
         joining = pool.submit(server.join_group, init_info)
@@ -129,11 +131,9 @@ class GlooSender:
 
     def disconnect(self, server: str) -> None:
         self._groups.pop(server, None)
-        self._url_of.pop(server, None)
 
     def close(self) -> None:
         self._groups.clear()
-        self._url_of.clear()
 
 
 def _bucketed(source: WeightSource, bucket_bytes: int) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:

@@ -7,9 +7,11 @@ that every parameter got its own; what is left to tell a bad update is the probe
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
+
+import torch
 
 from megatron_rl.weight_sync.routes import ServerAddress, ServerError, ServerRoutes
 from megatron_rl.weight_sync.sender import WeightSource, checked_tensors
@@ -86,13 +88,25 @@ class NcclSender:
 
     def stream(self, source: WeightSource) -> dict[str, str]:
         """See `WeightSender.stream`. A broadcast waits for every member without end, so a timer aborts the communicator."""
-        tensors = ((meta.name, tensor) for meta, tensor in checked_tensors(source))
-        failure = self._broadcast(tensors) if self._communicator is not None else None
-        for _ in tensors:  # what is left, or all of it when there is nobody to send it to: the other ranks gather it too
+        trouble: list[Exception] = []  # of the source itself; vLLM's loop would let it pass for one of NCCL's
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            try:
+                for meta, tensor in checked_tensors(source):
+                    yield meta.name, tensor
+            except Exception as error:
+                trouble.append(error)
+                raise
+
+        remaining = tensors()
+        failure = self._broadcast(remaining) if self._communicator is not None else None
+        if trouble:
+            raise trouble[0]
+        for _ in remaining:  # what is left, or all of it when there is nobody to send it to: the other ranks gather it too
             pass
         return {} if failure is None else {address.name: failure for address in self._members}
 
-    def _broadcast(self, tensors) -> str | None:
+    def _broadcast(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> str | None:
         """Send all tensors; why it failed, or None."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 

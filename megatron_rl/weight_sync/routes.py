@@ -7,11 +7,15 @@ import httpx
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """A rollout server. `url` such as `http://127.0.0.1:8000`; `num_workers` = its tensor-parallel size."""
+    """A rollout server. `url` such as `http://127.0.0.1:8000`; `num_workers` = its tensor-parallel size.
+
+    incarnation: how often it has been started. A server that came back at the same url must not be taken for the former one.
+    """
 
     name: str
     url: str
     num_workers: int = 1
+    incarnation: int = 0
 
 
 class ServerError(RuntimeError):

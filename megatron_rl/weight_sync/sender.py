@@ -29,7 +29,7 @@ class WeightSender(Protocol):
     """vLLM's name for the engine at the other end (`--weight-transfer-config`)."""
 
     def connect(self, servers: Sequence[ServerRoutes]) -> Mapping[str, str]:
-        """Have a working group with every server; for those that could not be reached, name and reason."""
+        """Have a working group with exactly these servers; for those that could not be reached, name and reason."""
         ...
 
     def announcement(self, metas: Sequence[WeightMeta], version: int) -> dict:
@@ -48,7 +48,7 @@ class WeightSender(Protocol):
         ...
 
     def disconnect(self, server: str) -> None:
-        """Forget the group with this server; the next `connect` makes a new one."""
+        """Send no more to this server."""
         ...
 
     def close(self) -> None: ...
