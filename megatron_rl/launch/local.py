@@ -13,7 +13,15 @@ from megatron_rl.batching import Spool
 from megatron_rl.config import Config, ConfigError, RunFolder, run_folder, to_toml
 from megatron_rl.launch.observer import RunObserver
 from megatron_rl.orchestrator import (
-    Orchestrator, RunState, control_app, listen, local_fleet, server_process, serving, trainer_processes, worker_process,
+    Orchestrator,
+    RunState,
+    control_app,
+    listen,
+    local_fleet,
+    server_process,
+    serving,
+    trainer_processes,
+    worker_process,
 )  # fmt: skip
 from megatron_rl.processes import Child, check_port, free_ports, stop_all
 from megatron_rl.tasks import load_task
@@ -41,7 +49,7 @@ def check_before_start(config: Config) -> None:
 def prepare_model(config_file: Path, model: Path | None) -> dict[str, object]:
     """Check the model, and lay it ready in the folder `model` if given; in a process of its own, since this one stays without torch."""
     argv = [sys.executable, "-m", "megatron_rl.launch.prepare", str(config_file), *([str(model)] if model else [])]
-    done = subprocess.run(argv, capture_output=True, text=True)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(done.stderr.strip() or f"{' '.join(argv)} ended with status {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -35,8 +35,20 @@ from megatron_rl.processes import Child
 from megatron_rl.records import GroupTask, StepPlan, write_atomically
 from megatron_rl.rollouts.fleet import Fleet
 from megatron_rl.wire.control import (
-    Ack, GroupReport, Order, OrderRequest, ProbeOrder, ProbeReport, ProbeRequest, Progress, SavedReport, Status, StepReport, WeightsReport,
-    WorkOrder, WorkRequest,
+    Ack,
+    GroupReport,
+    Order,
+    OrderRequest,
+    ProbeOrder,
+    ProbeReport,
+    ProbeRequest,
+    Progress,
+    SavedReport,
+    Status,
+    StepReport,
+    WeightsReport,
+    WorkOrder,
+    WorkRequest,
 )  # fmt: skip
 
 MAX_FAILURES_IN_A_ROW = 50

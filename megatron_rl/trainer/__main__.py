@@ -14,7 +14,8 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request otherwise
-    from megatron_rl.trainer.loop import train  # loads torch: only in the rank itself, not where dist-checkpointing's workers import this file
+    # Loads torch: only in the rank itself, not where a helper process of dist-checkpointing imports this file.
+    from megatron_rl.trainer.loop import train
 
     train(RunFolder(arguments.run_dir), arguments.resume)
 

@@ -10,17 +10,19 @@ import logging
 import os
 import time
 
-from megatron_rl.batching import Spool, microbatches_for, split_step
+import numpy as np
+
+from megatron_rl.batching import Microbatch, Spool, microbatches_for, split_step
 from megatron_rl.config import RunFolder
 from megatron_rl.engine import build_engine, start_process
 from megatron_rl.engine.optimizer import learning_rate
-from megatron_rl.metrics import to_floats
+from megatron_rl.metrics import Metric, merge, to_floats
 from megatron_rl.objective import Denominators, PolicyLoss
 from megatron_rl.records import StepPlan
 from megatron_rl.trainer.model_folder import assembly_options, open_model
 from megatron_rl.trainer.probe import Prober
 from megatron_rl.trainer.publisher import Publisher
-from megatron_rl.trainer.ranks import share, the_rank
+from megatron_rl.trainer.ranks import gather, share, the_rank
 from megatron_rl.trainer.saving import load_checkpoint, save_checkpoint, write_policy
 from megatron_rl.trainer.steering import steering_from_environment
 from megatron_rl.trainer.supervised import SupervisedStart
@@ -41,6 +43,10 @@ def train(folder: RunFolder, resume: bool) -> None:
         elif order.kind == "save":
             trainer.save()
     trainer.finish()
+
+
+class BatchError(RuntimeError):
+    """The batch of a step cannot be read on some rank; raised on all of them."""
 
 
 class Trainer:
@@ -88,17 +94,19 @@ class Trainer:
         plan = self.spool.read_plan(order.plan_file)
         assert isinstance(plan, StepPlan) and plan.step == self.step, f"{order.plan_file} is no plan of step {self.step}"
         parts = split_step(plan, self.config.trainer.updates_per_step)
-        batches = [microbatches_for(part, self.spool, self.groups.layout, self.groups.coords, self.options) for part in parts]
+        batches = [self._assemble(part) for part in parts]
         assembled = time.perf_counter()
         old = [self._old_logprobs(batch) for batch in batches]
         reference = [self._reference_logprobs(batch) for batch in batches]
         scored = time.perf_counter()
         rate = learning_rate(self.config.optimizer, self.step, self.config.run.steps)
-        for part, batch, of_old, of_reference in zip(parts, batches, old, reference, strict=True):
-            measured = self.engine.train_step(
-                batch, self.loss, Denominators.of(part), step=self.step, learning_rate=rate, old_logprobs=of_old, reference_logprobs=of_reference,
-            )  # fmt: skip
-        self._report(plan, to_floats(measured), began=began, assembled=assembled, scored=scored)
+        updates = [
+            self.engine.train_step(
+                batch, self.loss, Denominators.of(part), step=self.step, learning_rate=rate, old_logprobs=of_old, reference_logprobs=of_reference
+            )
+            for part, batch, of_old, of_reference in zip(parts, batches, old, reference, strict=True)
+        ]
+        self._report(plan, _over_updates(updates), began=began, assembled=assembled, scored=scored)
         self.step += 1
 
     def save(self) -> None:
@@ -113,12 +121,23 @@ class Trainer:
             write_policy(self.engine, self.folder.export, self.folder.model)
         self.publisher.close()
 
-    def _old_logprobs(self, batch):
+    def _assemble(self, part: StepPlan) -> list[Microbatch]:
+        """This rank's microbatches. A rank that cannot read its share tells the others, which would wait for it in a collective."""
+        batch, fault = [], ""
+        try:
+            batch = microbatches_for(part, self.spool, self.groups.layout, self.groups.coords, self.options)
+        except (ValueError, OSError) as error:  # a contract, a payload, a sequence that does not fit
+            fault = f"rank {self.groups.rank}: {error}"
+        if faults := [text for text in gather(fault) if text]:
+            raise BatchError(f"the batch of step {part.step} cannot be read: " + "; ".join(faults))
+        return batch
+
+    def _old_logprobs(self, batch: list[Microbatch]) -> list[np.ndarray] | None:
         if not self.loss.needs_old_forward(self.config.trainer.updates_per_step):
             return None
         return [scores.log_probs for scores in self.engine.score(batch)]
 
-    def _reference_logprobs(self, batch):
+    def _reference_logprobs(self, batch: list[Microbatch]) -> list[np.ndarray] | None:
         return [scores.log_probs for scores in self.engine.score_reference(batch)] if self.loss.needs_reference else None
 
     def _report(self, plan: StepPlan, metrics: dict[str, float], *, began: float, assembled: float, scored: float) -> None:
@@ -137,3 +156,10 @@ class Trainer:
         self._to_report = {}
 
 
+def _over_updates(updates: list[dict[str, Metric]]) -> dict[str, float]:
+    """Of the updates of a step: seconds add up, the loss is their mean, everything else is reduced as it says."""
+    values = to_floats(merge(updates))
+    for name in ("forward_backward_s", "optimizer_s", "own_s"):
+        values[name] = sum(update[name].value for update in updates)
+    values["loss"] = sum(update["loss"].value for update in updates) / len(updates)
+    return values

@@ -7,7 +7,18 @@ from typing import TypeVar
 import httpx
 
 from megatron_rl.wire.control import (
-    KEY_HEADER, Ack, Order, OrderRequest, ProbeOrder, ProbeReport, ProbeRequest, Progress, SavedReport, StepReport, WeightsReport, decode,
+    KEY_HEADER,
+    Ack,
+    Order,
+    OrderRequest,
+    ProbeOrder,
+    ProbeReport,
+    ProbeRequest,
+    Progress,
+    SavedReport,
+    StepReport,
+    WeightsReport,
+    decode,
     encode,
 )  # fmt: skip
 
