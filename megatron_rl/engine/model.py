@@ -116,7 +116,7 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
 
 def _expert_settings(model: ModelArchitecture, backend: Backend) -> dict[str, Any]:
     if model.moe is None:
-        return {}
+        return dict(moe_token_dispatcher_type="alltoall")  # unused; with the default Megatron refuses stages of packed sequences
     return dict(
         num_moe_experts=model.moe.num_experts, moe_ffn_hidden_size=model.moe.ffn_hidden_size, moe_router_topk=model.moe.top_k,
         moe_layer_freq=model.moe_layer_freq, moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0,
