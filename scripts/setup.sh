@@ -69,11 +69,13 @@ check_imports() {
 make_closure() {
     local base
     base=$("$python" -c 'import sys; print(sys._base_executable)')
-    if [[ -e $venv && ! -e $venv/pyvenv.cfg && ! -e $log ]]; then fail "$venv exists and is no virtual environment; move it away."; fi
+    if [[ ! -e $log && -n $(ls -A "$venv" 2>/dev/null) ]]; then
+        fail "$venv was not made by this script, which would empty it." "Move it away, or name another folder: VENV=.venv2"
+    fi
     say "1/4 virtual environment $venv (Python $version)"
-    rm -f "$stamp"  # first, so that an interruption of the next line is seen too
-    rm -rf "$venv"
     mkdir -p "$venv"
+    rm -f "$stamp"  # first, so that an interruption of the next line is seen too; the log stays, which says whose folder this is
+    find "$venv" -mindepth 1 -maxdepth 1 ! -path "$log" -exec rm -rf {} +
     "$base" -m venv "$venv" >"$log" 2>&1 </dev/null || {
         cat "$log" >&2
         fail "\`$base -m venv\` failed." "On Debian and Ubuntu: apt install python$version-venv"
