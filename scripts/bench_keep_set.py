@@ -1,6 +1,6 @@
 """Time and memory of the keep-set log-softmax beside the two dense ways of computing the same numbers, forward and backward.
 
-    python scripts/bench_keep_set.py [--json FILE] [--full] [--quick] [--device cpu|cuda] [--dtype fp32|bf16]
+    python scripts/bench_keep_set.py [--json FILE] [--full] [--quick] [--sets ...] [--clock wall|cpu] [--device cpu|cuda] [--dtype fp32|bf16]
 
 Arms, each in a process of its own, so that its peak memory is its own:
 
@@ -12,6 +12,8 @@ Arms, each in a process of its own, so that its peak memory is its own:
 The dense arms add their weight gradient to main_grad in place, and touch each number as few times as they can. All arms get the same
 inputs, and the script stops if their log-probs differ. The floor is the time to move the kept rows once and their gradients once (per
 token and kept id, singletons excepted), at the bandwidth of a large copy.
+
+On a machine that others use too, wall-clock times measure them: `OMP_NUM_THREADS=1 ... --clock cpu` counts this process's own time.
 """
 
 import argparse
@@ -34,33 +36,31 @@ ARMS = ("keep_set", "keep_set_dense", "dense_masked", "chunked")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TEMPERATURE = 0.8
 CHUNK_ROWS = 4096
+SETS = ("published", "no_singletons", "all_512", "all_flat", "untruncated")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One set of inputs. sets: "published", "no_singletons", "all_512", "all_flat" (97 % of the vocabulary), "untruncated" (no sets)."""
+    """One set of inputs. sets: of SETS; all_flat is 97 % of the vocabulary, untruncated no sets at all."""
 
     sets: str
     num_tokens: int
     vocab_size: int
     hidden_size: int
 
-    @property
-    def is_adversarial(self) -> bool:
-        return self.sets != "published"
 
-
-def problems(quick: bool, full: bool) -> list[Problem]:
+def problems(quick: bool, full: bool, sets: list[str]) -> list[Problem]:
     """The last published one is the headline; flat sets are as large as the logits, so that they get fewer tokens."""
     if quick:
-        return [Problem("published", 64, 700, 16), *(Problem(sets, 32, 700, 16) for sets in ("no_singletons", "all_512", "all_flat", "untruncated"))]
-    wide = [Problem("published", 2048, vocab, 4096) for vocab in (32768, 151936)] if full else []
-    published = [Problem("published", 2048, vocab, 1024) for vocab in (32768, 151936)]
-    adversarial = [Problem(sets, 2048, 151936, 1024) for sets in ("no_singletons", "all_512", "untruncated")]
-    return [*wide, *published, *adversarial, Problem("all_flat", 256, 151936, 1024)]
+        chosen = [Problem(name, 32, 700, 16) for name in SETS]
+    else:
+        shapes = [(vocab, width) for width in ((4096, 1024) if full else (1024,)) for vocab in (32768, 151936)]
+        chosen = [Problem("published", 2048, *shape) for shape in shapes]
+        chosen += [Problem(name, 256 if name == "all_flat" else 2048, 151936, 1024) for name in SETS if name != "published"]
+    return [problem for problem in chosen if problem.sets in sets]
 
 
-# ---------------------------------------------------------------------------------------------------------------- inputs
+# ---------- inputs
 
 
 def set_sizes(problem: Problem) -> Tensor:
@@ -81,11 +81,7 @@ def make_inputs(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
     num_tokens, vocab_size, width = problem.num_tokens, problem.vocab_size, problem.hidden_size
     sizes = set_sizes(problem)
     frequency = (1.0 / torch.arange(1, vocab_size + 1))[torch.randperm(vocab_size)]
-    draw = torch.randperm(vocab_size).__getitem__ if problem.sets == "all_flat" else None
-    kept = [
-        (torch.randperm(vocab_size)[:size] if draw else torch.multinomial(frequency, size)) if size else torch.empty(0, dtype=torch.int64)
-        for size in sizes.tolist()
-    ]
+    kept = [_draw(frequency, size, problem.sets == "all_flat") for size in sizes.tolist()]
     targets = torch.stack([ids[0] if len(ids) else torch.randint(vocab_size, ()) for ids in kept])
     return {
         "hidden": torch.randn(num_tokens, width).to(dtype),
@@ -97,7 +93,14 @@ def make_inputs(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-# ------------------------------------------------------------------------------------------------------------------ arms
+def _draw(frequency: Tensor, size: int, flat: bool) -> Tensor:
+    """int64 [size], distinct ids in random order."""
+    if size == 0 or flat:
+        return torch.randperm(len(frequency))[:size]
+    return torch.multinomial(frequency, size)
+
+
+# ---------- arms
 
 
 def run_keep_set(inputs: dict[str, Tensor]) -> Tensor:
@@ -207,10 +210,10 @@ RUN: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 }  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------------- measurement
+# ---------- measurement
 
 
-def measure_arm(arm: str, path: str, device: str, repeats: int) -> dict:
+def measure_arm(arm: str, path: str, device: str, clock: str, repeats: int) -> dict:
     """In a process of its own: seconds of each repetition, peak bytes above the inputs, and what is needed to compare the arms."""
     inputs = {name: tensor.to(device) for name, tensor in torch.load(path).items()}
     inputs["hidden"].requires_grad_()
@@ -220,13 +223,13 @@ def measure_arm(arm: str, path: str, device: str, repeats: int) -> dict:
     seconds, peak = [], PeakMemory(device)
     for _ in range(repeats + 1):
         inputs["hidden"].grad = inputs["weight"].grad = None
-        start = now(device)
+        start = now(device, clock)
         log_probs = RUN[arm](inputs)
-        seconds.append(now(device) - start)
+        seconds.append(now(device, clock) - start)
         peak.stop_after_first()
     d_weight = inputs["weight"].grad if arm == "keep_set_dense" else inputs["weight"].main_grad / (repeats + 1)
     return {
-        "seconds": seconds[1:],
+        "seconds": seconds[1:] or seconds,
         "peak_bytes": peak.bytes,
         "log_probs": log_probs.float().cpu().tolist(),
         "norms": [float(inputs["hidden"].grad.float().norm()), float(d_weight.float().norm())],
@@ -256,21 +259,21 @@ class PeakMemory:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def now(device: str) -> float:
+def now(device: str, clock: str) -> float:
     if device != "cpu":
         torch.cuda.synchronize()
-    return time.perf_counter()
+    return time.perf_counter() if clock == "wall" else time.process_time()
 
 
-def copy_bandwidth(device: str) -> float:
+def copy_bandwidth(device: str, clock: str) -> float:
     """Bytes read plus bytes written per second of the best of several copies of 256 MiB."""
     source = torch.ones(64 << 20, device=device)
     target = torch.empty_like(source)
     seconds = []
     for _ in range(8):
-        start = now(device)
+        start = now(device, clock)
         target.copy_(source)
-        seconds.append(now(device) - start)
+        seconds.append(now(device, clock) - start)
     return 2 * source.numel() * source.element_size() / min(seconds)
 
 
@@ -289,7 +292,7 @@ def run_problem(problem: Problem, arguments: argparse.Namespace, bandwidth: floa
         torch.save(inputs, path)
         row = {**asdict(problem), **describe(inputs), "floor_seconds": floor_seconds(inputs, bandwidth), "arms": {}}
         del inputs
-        measured = {arm: _in_own_process(arm, path, arguments) for arm in ARMS if not (problem.is_adversarial and arm == "dense_masked")}
+        measured = {arm: _in_own_process(arm, path, arguments) for arm in ARMS if problem.sets == "published" or arm != "dense_masked"}
     _check_that_arms_agree(measured, 1e-3 if arguments.dtype == "fp32" else 0.1)
     for arm, result in measured.items():
         row["arms"][arm] = {"seconds": median(result["seconds"]), "peak_bytes": result["peak_bytes"]}
@@ -298,7 +301,8 @@ def run_problem(problem: Problem, arguments: argparse.Namespace, bandwidth: floa
 
 def _in_own_process(arm: str, path: str, arguments: argparse.Namespace) -> dict:
     repeats = arguments.repeats if arm in ("dense_masked", "chunked") else 5 * arguments.repeats
-    command = [sys.executable, __file__, "--arm", arm, "--inputs", path, "--device", arguments.device, "--repeats", str(repeats)]
+    command = [sys.executable, __file__, "--arm", arm, "--inputs", path, "--repeats", str(repeats)]
+    command += ["--device", arguments.device, "--clock", arguments.clock]
     result = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
     if result.returncode:
         raise SystemExit(f"arm {arm} ended with status {result.returncode} (negative: killed by that signal; out of memory?)")
@@ -322,22 +326,29 @@ def describe(inputs: dict[str, Tensor]) -> dict:
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------------- report
+# ---------- report
 
 
 def headline(rows: list[dict]) -> dict:
-    """The ratios of the last published row, and the worst of the adversarial ones."""
-    arms, floor = [(row["arms"], row["floor_seconds"]) for row in rows if row["sets"] == "published"][-1]
-    own = arms["keep_set"]
+    """The ratios of the last published row, and the worst of the adversarial ones, of those that were run."""
+    ratios, published, adversarial = {}, [row for row in rows if row["sets"] == "published"], [row for row in rows if row["sets"] != "published"]
+    if adversarial:
+        ratios["adversarial_worst_over_chunked"] = max(over_chunked(row) for row in adversarial)
+    if not published:
+        return ratios
+    arms, own = published[-1]["arms"], published[-1]["arms"]["keep_set"]
     ratio = {"speedup_dense_masked": ("dense_masked", "keep_set"), "speedup_chunked": ("chunked", "keep_set")}
     ratio |= {f"{name}_dense_gradient": (other, "keep_set_dense") for name, (other, _) in ratio.items()}
-    adversarial = [row["arms"]["keep_set"]["seconds"] / row["arms"]["chunked"]["seconds"] for row in rows if row["sets"] != "published"]
     return {
         **{name: arms[other]["seconds"] / arms[mine]["seconds"] for name, (other, mine) in ratio.items()},
         "memory_over_dense_masked": own["peak_bytes"] / arms["dense_masked"]["peak_bytes"],
-        "time_over_floor": own["seconds"] / floor,
-        "adversarial_worst_over_chunked": max(adversarial),
+        "time_over_floor": own["seconds"] / published[-1]["floor_seconds"],
+        **ratios,
     }
+
+
+def over_chunked(row: dict) -> float:
+    return row["arms"]["keep_set"]["seconds"] / row["arms"]["chunked"]["seconds"]
 
 
 def print_row(row: dict) -> None:
@@ -354,9 +365,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the table and the ratios there")
     parser.add_argument("--full", action="store_true", help="H = 4096 too; takes minutes in the dense arms")
     parser.add_argument("--quick", action="store_true", help="tiny inputs, to see that the script works")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="only these")
+    parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="cpu: this process's own time, of all its threads")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)
-    parser.add_argument("--repeats", type=int, default=2, help="of the dense arms, after one run to warm up; five times as many of the others")
+    parser.add_argument("--repeats", type=int, default=2, help="of the dense arms, after one run to warm up (0: that run counts); five times as many of the others")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--inputs", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -365,12 +378,13 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.arm:
-        print(json.dumps(measure_arm(arguments.arm, arguments.inputs, arguments.device, arguments.repeats)))
+        print(json.dumps(measure_arm(arguments.arm, arguments.inputs, arguments.device, arguments.clock, arguments.repeats)))
         return
-    bandwidth = copy_bandwidth(arguments.device)
-    print(f"{arguments.device}, {arguments.dtype}, {torch.get_num_threads()} threads, copies {bandwidth / 1e9:.1f} GB/s (read + write)")
+    bandwidth = copy_bandwidth(arguments.device, arguments.clock)
+    threads = f"{torch.get_num_threads()} thread(s), " if arguments.device == "cpu" else ""
+    print(f"{arguments.device}, {arguments.dtype}, {threads}{arguments.clock} clock, copies {bandwidth / 1e9:.1f} GB/s (read + write)")
     rows = []
-    for problem in problems(arguments.quick, arguments.full):
+    for problem in problems(arguments.quick, arguments.full, arguments.sets):
         rows.append(run_problem(problem, arguments, bandwidth))
         print_row(rows[-1])
     ratios = headline(rows)
