@@ -79,7 +79,7 @@ def server_command(
         argv += ["--enforce-eager", "--worker-cls", "megatron_rl.vllm_plugin.worker.RolloutCpuWorker"]
     # vLLM serves the routes for pausing, weight updates and collective_rpc in this mode only. The model comes from a folder.
     env = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    # Longer than any client keeps an idle connection: a server that closes first does so while a request is on its way (ReadError).
+    # Longer than any client keeps an idle connection: a server that closes first may do so as a request arrives (ReadError).
     env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "600"
     if device == "cpu":
         env |= _cpu_environment(cpus, threads, tensor_parallel_size)
@@ -87,7 +87,7 @@ def server_command(
 
 
 def _cpu_environment(cpus: Sequence[int] | None, threads: int, tensor_parallel_size: int) -> dict[str, str]:
-    """Threads and cores. A lone worker runs in the engine's process and is bound by the server's own affinity; several are bound by vLLM."""
+    """Threads and cores: a lone worker, inside the engine's process, keeps the server's affinity; several are bound by vLLM."""
     env = {"OMP_NUM_THREADS": str(threads)}
     if cpus is not None:
         env["MEGATRON_RL_SERVER_CPUS"] = ",".join(map(str, cpus))
@@ -95,8 +95,8 @@ def _cpu_environment(cpus: Sequence[int] | None, threads: int, tensor_parallel_s
         return env
     if cpus is None or len(cpus) < tensor_parallel_size:
         raise ValueError(
-            f"tensor_parallel_size is {tensor_parallel_size} and cpus is {cpus}: on a CPU vLLM binds each worker to cores of its own, "
-            f"so a server needs at least {tensor_parallel_size} of them"
+            f"tensor_parallel_size is {tensor_parallel_size} and cpus is {cpus}: on a CPU vLLM binds each worker to cores of its "
+            f"own, so a server needs at least {tensor_parallel_size} of them"
         )
     share = len(cpus) // tensor_parallel_size
     shares = [cpus[rank * share : (rank + 1) * share] for rank in range(tensor_parallel_size)]

@@ -56,7 +56,10 @@ def _end_with_parent() -> None:
 
 
 def _fork_the_engine() -> None:
-    """Have the engine process forked, with its worker inside when there is one; vLLM's CPU platform overwrites the settings for it."""
+    """Have the engine process forked, and its worker, when there is but one, run inside it.
+
+    vLLM has settings for both, and its CPU platform overwrites them; so this comes after it.
+    """
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config.__func__

@@ -14,7 +14,7 @@ def require_known_vllm(installed: str, known: Sequence[str] = KNOWN_VERSIONS) ->
     """`installed` is `vllm.__version__`, which may carry a local part such as `+cpu`."""
     if installed.split("+")[0] not in known:
         raise UnknownVllmError(
-            f"vLLM {installed} is installed; the gloo weight transfer engine knows {', '.join(known)}. It replaces weights through "
-            "vLLM's layerwise reload, whose internals differ between versions: install a known version, or read "
+            f"vLLM {installed} is installed; the gloo weight transfer engine knows {', '.join(known)}. It replaces weights "
+            "through vLLM's layerwise reload, whose internals differ between versions: install a known version, or read "
             "megatron_rl/vllm_plugin/reload.py against the new source, run tests/e2e/test_vllm_plugin.py and add it to the list"
         )

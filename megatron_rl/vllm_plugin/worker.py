@@ -39,10 +39,13 @@ class RolloutCpuWorker(CPUWorker):
         return {name: [list(span) for span in spans] for name, spans in self._version_spans.ask(request_ids).items()}
 
     def held_version(self) -> dict[str, int]:
-        """The version of the last finished update, -1 before the first and while one is under way. (A dict: routes turn ints into text.)"""
+        """The version of the last finished update; -1 before the first and while one is under way.
+
+        A dictionary, because the route turns a bare integer into text.
+        """
         return {"version": getattr(self.weight_transfer_engine, "held_version", NO_VERSION)}
 
     def start_weight_update(self) -> None:
-        """A new update ends one that was broken off, at whatever stage. vLLM refuses it, and offers no way to leave the old one."""
+        """A new update ends one that was broken off at whatever stage; vLLM refuses it, and has no way to leave the old one."""
         self._weight_update_active = False
         super().start_weight_update()

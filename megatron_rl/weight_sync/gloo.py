@@ -36,9 +36,9 @@ class _Flight(NamedTuple):
 class GlooSender:
     """host: the address of this machine under which the servers reach it, and the only one that is listened on.
 
-    bucket_bytes: tensors are sent together up to this size. timeout_s: for meeting a server, and for one bucket to reach it and the
-    one before to be loaded. receive_timeout_s: how long a server waits for the next bucket; it must outlast the gathering of a bucket
-    and the timeouts of other servers, which hold the stream up. (A sender that dies is noticed at once.)
+    bucket_bytes: tensors are sent together up to this size. timeout_s: for meeting a server, and for one bucket to reach it and
+    the one before to be loaded. receive_timeout_s: how long a server waits for the next bucket; it must outlast the gathering of
+    a bucket and the timeouts of other servers, which hold the stream up. (A sender that dies is noticed at once.)
     """
 
     backend = "gloo"

@@ -28,7 +28,8 @@ class NcclSender:
     """One communicator of this rank (0) and the workers of all servers, made anew when the set of servers changes.
 
     host: the address of this machine under which the servers reach it. bucket_bytes: GPU memory per buffer, on both sides.
-    timeout_s: for the rendezvous, and for the whole stream. NCCL cannot leave one server behind: when the stream breaks, all have failed.
+    timeout_s: for the rendezvous, and for the whole stream. NCCL cannot leave one server behind: when the stream breaks, all have
+    failed.
     """
 
     backend = "nccl"

@@ -41,9 +41,9 @@ class ServerRoutes:
         """Freeze all requests where they are, and drop the KV and prefix caches.
 
         vLLM's default, `clear_cache=true`, is meant: with the caches kept, a request would go on with new weights over keys and
-        values of the old ones, a mixture that no version's forward pass gives (log-probs off by 2.5 in a test), and a later prompt
-        with the same prefix would hit them too. With them dropped, each request is recomputed whole under the new weights on
-        resume, so a token's log-prob is that of the version that sampled it, given everything before it.
+        values of the old ones, a mixture that no version's forward pass gives (log-probs off by 2.5 in a test), and a later
+        prompt with the same prefix would hit them too. With them dropped, each request is recomputed whole under the new weights
+        on resume, so a token's log-prob is that of the version that sampled it, given everything before it.
         """
         self._post("/pause?mode=keep&clear_cache=true")
 
@@ -67,7 +67,8 @@ class ServerRoutes:
     def reset_prefix_cache(self) -> None:
         answer = self._post("/reset_prefix_cache")
         if not answer.get("success"):  # a plain 200: some request still holds blocks
-            raise ServerError(self.address.name, "/reset_prefix_cache", f"answered {answer}; blocks of the old weights are still in use")
+            reason = f"answered {answer}; blocks of the old weights are still in use"
+            raise ServerError(self.address.name, "/reset_prefix_cache", reason)
 
     def weight_version(self) -> str:
         """What the server's engine says it holds: the text that `finish` was given, "default" before the first update."""

@@ -63,7 +63,7 @@ def checked_tensors(source: WeightSource) -> Iterator[tuple[WeightMeta, torch.Te
     for meta in source.metas:
         name, tensor = next(tensors, (None, None))
         if name != meta.name:
-            raise ValueError(f"the weight source yielded {name!r} where its metas announce {meta.name!r}; both must agree in order")
+            raise ValueError(f"the weight source yielded {name!r} where its metas announce {meta.name!r}; the order must agree")
         yield meta, tensor
     surplus = next(tensors, None)
     if surplus is not None:

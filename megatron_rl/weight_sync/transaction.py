@@ -15,9 +15,11 @@ from megatron_rl.weight_sync.sender import WeightSender, WeightSource
 class UpdateReport:
     """What an update came to.
 
-    held: the servers that hold `version` and are sampling again. failed: the others, with the reason. They are paused, and may hold
-    a mixture of weights: stop them, or include them in a later update, which makes a server whole whose process still works.
-    pause_s, transfer_s, resume_s: seconds until all were paused; from then until the weights were verified; and until all had resumed.
+    held: the servers that hold `version` and are sampling again. failed: the others, with the reason. They are paused and may
+    hold a mixture of weights: stop and restart them. (A later update makes one whole whose process still works, if it has one
+    worker; with several, vLLM's executor loses step with its workers when one of them raises, so even their answers are stale.)
+    pause_s, transfer_s, resume_s: seconds until all were paused; from then until the weights were verified; and until all had
+    resumed.
     """
 
     version: int
@@ -42,7 +44,9 @@ def update_servers(
 
     `source` is iterated exactly once, to its end, whatever happens to the servers, so the other ranks do the same and need not be
     told how it went; another attempt is another call, on all ranks. Raises only what `source` raises; then no server has
-    resumed. timeout_s: for receiving and loading the whole stream, from its announcement on; route_timeout_s: for each other call.
+    resumed.
+
+    timeout_s: for receiving and loading the whole stream, from its announcement on. route_timeout_s: for each other call.
     """
     started = time.monotonic()
     with httpx.Client() as client:

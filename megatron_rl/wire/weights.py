@@ -1,7 +1,7 @@
 """What sender and receiver of a weight update must agree on: bucket layout, checksum, and the Gloo group that carries them.
 
-One update is a sequence of buckets. A bucket is one flat byte buffer, sent by one broadcast: its tensors one after another, each at
-an aligned offset, and behind them one 64-bit checksum per tensor. Both sides derive the buckets from the same list of
+One update is a sequence of buckets. A bucket is one flat byte buffer, sent by one broadcast: its tensors one after another, each
+at an aligned offset, and behind them one 64-bit checksum per tensor. Both sides derive the buckets from the same list of
 `WeightMeta`, so the wire carries no headers, and many small tensors cost one round trip.
 
 torch is imported inside the functions that need it: the orchestrator imports this package without torch.
@@ -72,7 +72,7 @@ class ChecksumError(ValueError):
 
     def __init__(self, names: Sequence[str]):
         self.names = tuple(names)
-        super().__init__(f"checksum mismatch in {list(names)}: the bytes received are not the bytes sent; send the whole update again")
+        super().__init__(f"checksum mismatch in {list(names)}: the bytes received are not the bytes sent; send the update again")
 
 
 def plan_buckets(metas: Iterable[WeightMeta], bucket_bytes: int) -> list[Bucket]:
@@ -203,8 +203,9 @@ def listen_for_workers(host: str, timeout_s: float) -> dist.TCPStore:
 
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
+    timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(
-        host, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, master_listen_fd=listener.detach()
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
@@ -213,7 +214,8 @@ def join_weight_group(
 ) -> WeightGroup:
     """Meet at (host, port) and return when all `world_size` members are connected; any wait longer than `timeout_s` raises.
 
-    `store` is what `listen_for_workers` returned, on rank 0; the others connect to it. `timeout_s` also bounds every later broadcast.
+    `store` is what `listen_for_workers` returned, on rank 0; the others connect to it. `timeout_s` also bounds every later
+    broadcast.
     """
     import torch.distributed as dist
 

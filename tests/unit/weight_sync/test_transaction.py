@@ -1,0 +1,171 @@
+"""The transaction and the Gloo sender, against stand-ins for the servers that fail where they are told to."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_rl.weight_sync import GlooSender, checked_tensors, update_servers
+from megatron_rl.wire.weights import WeightMeta
+from tests.unit.weight_sync.fake_server import FakeServer
+
+WHOLE_UPDATE = [
+    "/pause",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/collective_rpc",
+    "/reset_prefix_cache",
+    "/resume",
+]
+
+
+class RandomSource:
+    """Random tensors; counts its passes, those begun and those that came to the end."""
+
+    def __init__(self, seed: int = 0, break_at: int | None = None):
+        generator = torch.Generator().manual_seed(seed)
+        shapes = [(7, 3), (64, 33), (5,), (), (129, 2), (1, 1), (40, 40)]
+        self.tensors = {f"layer.{i}.weight": torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)}
+        self.tensors["layer.0.scale"] = torch.randn(11, generator=generator).to(torch.bfloat16)
+        self.break_at = break_at
+        self.begun = self.ended = 0
+
+    @property
+    def metas(self) -> list[WeightMeta]:
+        return [WeightMeta(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.begun += 1
+        for index, item in enumerate(self.tensors.items()):
+            if index == self.break_at:
+                raise OSError("the trainer lost a rank")
+            yield item
+        self.ended += 1
+
+
+@pytest.fixture
+def fakes() -> Iterator[list[FakeServer]]:
+    servers = [FakeServer("a"), FakeServer("b", num_workers=2), FakeServer("c")]
+    yield servers
+    for server in servers:
+        server.close()
+
+
+def push(fakes: list[FakeServer], source: RandomSource, version: int, **timeouts: float):
+    sender = GlooSender(bucket_bytes=4096, timeout_s=timeouts.pop("sender_timeout_s", 20), receive_timeout_s=30)
+    return update_servers(sender, [fake.address for fake in fakes], source, version, timeout_s=30, **timeouts)
+
+
+def assert_holds(fake: FakeServer, source: RandomSource, version: int) -> None:
+    assert fake.held == version and not fake.is_paused
+    assert list(fake.tensors) == list(source.tensors)
+    assert all(torch.equal(fake.tensors[name], tensor) for name, tensor in source.tensors.items())
+
+
+def test_every_server_gets_every_tensor(fakes):
+    for version in (3, 4):
+        source = RandomSource(seed=version)
+        report = push(fakes, source, version)
+        assert report.held == ("a", "b", "c") and report.failed == {} and report.version == version
+        assert report.num_bytes == sum(tensor.numel() * tensor.element_size() for tensor in source.tensors.values())
+        assert (source.begun, source.ended) == (1, 1)
+        for fake in fakes:
+            assert_holds(fake, source, version)
+            assert fake.calls == WHOLE_UPDATE
+            fake.calls.clear()
+
+
+@pytest.mark.parametrize("route", WHOLE_UPDATE)
+def test_a_route_that_fails_takes_one_server_out(fakes, route):
+    fakes[1].fail.add(route)
+    source = RandomSource()
+    # A server that does not receive holds the stream up for the sender's timeout, so that one is short here.
+    report = push(fakes, source, 1, sender_timeout_s=2)
+    assert report.held == ("a", "c")
+    assert fakes[1].is_paused or route == "/pause"
+    if route != "/update_weights":  # there the stream's own error may be seen first
+        assert f"server b, {route.replace('collective_rpc', '')}" in report.failed["b"] or route in report.failed["b"]
+    assert source.ended == 1
+    for fake in (fakes[0], fakes[2]):
+        assert_holds(fake, source, 1)
+
+
+def test_a_server_that_leaves_the_stream_does_not_disturb_the_others(fakes):
+    fakes[0].leave_after = 1
+    source = RandomSource()
+    report = push(fakes, source, 1, sender_timeout_s=2)
+    assert report.held == ("b", "c") and set(report.failed) == {"a"}
+    assert fakes[0].is_paused and (source.begun, source.ended) == (1, 1)
+    for fake in fakes[1:]:
+        assert_holds(fake, source, 1)
+    fakes[0].leave_after = None
+    assert push(fakes, source, 2).held == ("a", "b", "c")
+    assert_holds(fakes[0], source, 2)
+
+
+def test_a_server_that_cannot_be_reached_is_named(fakes):
+    fakes[2].close()
+    report = push(fakes, RandomSource(), 1)
+    assert report.held == ("a", "b")
+    assert "server c, /pause" in report.failed["c"] and "ConnectError" in report.failed["c"]
+
+
+def test_a_server_that_hangs_is_not_waited_for(fakes):
+    fakes[0].hang_s["/start_weight_update"] = 5.0
+    report = push(fakes, RandomSource(), 1, route_timeout_s=0.5)
+    assert report.held == ("b", "c") and "no answer within 0.5 s" in report.failed["a"]
+
+
+def test_a_server_that_says_it_holds_another_version_is_out(fakes):
+    fakes[1]._finish_weight_update = lambda body: None
+    report = push(fakes, RandomSource(), 7)
+    assert report.held == ("a", "c")
+    assert "the workers hold [-1, -1] after the update to 7" in report.failed["b"]
+    assert "/resume" not in fakes[1].calls
+
+
+def test_a_prefix_cache_that_stays_takes_the_server_out(fakes):
+    fakes[0].reset_succeeds = False
+    report = push(fakes, RandomSource(), 1)
+    assert report.held == ("b", "c") and "/reset_prefix_cache" in report.failed["a"]
+
+
+@pytest.mark.parametrize("fail_all", [False, True])
+def test_the_source_comes_to_its_end_without_a_server(fakes, fail_all):
+    """The other ranks of the trainer iterate it too: a pass that ends early would leave them in a collective."""
+    for fake in fakes:
+        fake.fail.add("/start_weight_update")
+    source = RandomSource()
+    report = push(fakes if fail_all else [], source, 1)
+    assert report.held == () and len(report.failed) == (3 if fail_all else 0)
+    assert (source.begun, source.ended) == (1, 1)
+
+
+def test_trouble_of_the_source_is_raised_and_no_server_resumes(fakes):
+    started = time.monotonic()
+    with pytest.raises(OSError, match="lost a rank"):
+        push(fakes, RandomSource(break_at=5), 1)
+    assert all(fake.is_paused and "/finish_weight_update" not in fake.calls for fake in fakes)
+    assert time.monotonic() - started < 20  # the receivers were let go, not left to their timeout of 30 s
+
+
+class ListSource:
+    def __init__(self, announced: str, yielded: str):
+        self.metas = [WeightMeta(name, "float32", (2,)) for name in announced]
+        self.yielded = yielded
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter([(name, torch.zeros(2)) for name in self.yielded])
+
+
+@pytest.mark.parametrize(
+    ("announced", "yielded", "message"),
+    [("abc", "acb", "'c' where its metas announce 'b'"), ("ab", "a", "None where its metas announce 'b'"), ("a", "ab", "'b' after the last")],
+)  # fmt: skip
+def test_a_source_that_strays_from_its_metas_is_an_error(announced, yielded, message):
+    with pytest.raises(ValueError, match=message):
+        list(checked_tensors(ListSource(announced, yielded)))
+    assert len(list(checked_tensors(ListSource("abc", "abc")))) == 3
