@@ -45,7 +45,7 @@ class Child:
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **command.env},
                     start_new_session=True,
-                    preexec_fn=_die_with_parent(os.getpid()),
+                    preexec_fn=_die_with_parent(os.getpid()),  # noqa: PLW1509 - two system calls, no allocation, no lock
                 )
             except OSError as error:
                 raise ProcessError(f"{command.name}: could not be started ({error}); its command was {' '.join(command.argv)}") from error

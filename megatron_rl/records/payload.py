@@ -14,10 +14,10 @@ from safetensors.numpy import save
 from megatron_rl.records.rollout import Rollout, Sampling
 
 _ARRAYS = ("prompt_ids", "completion_ids", "logprobs", "keep_ids", "keep_offsets", "routed_experts", "policy_versions", "loss_mask")
-_DTYPES = dict(
-    prompt_ids=np.int32, completion_ids=np.int32, logprobs=np.float32, keep_ids=np.int32, keep_offsets=np.int64, policy_versions=np.int32,
-    loss_mask=np.bool_,
-)  # fmt: skip
+_DTYPES = {
+    "prompt_ids": np.int32, "completion_ids": np.int32, "logprobs": np.float32, "keep_ids": np.int32, "keep_offsets": np.int64, "policy_versions": np.int32,
+    "loss_mask": np.bool_,
+}  # fmt: skip
 
 
 class PayloadError(OSError):
@@ -31,7 +31,7 @@ def write_payload(path: Path, rollouts: Sequence[Rollout]) -> int:
         for name in _ARRAYS:
             array = getattr(r, name)
             tensors[f"{i}.{name}"] = np.ascontiguousarray(array, dtype=_DTYPES.get(name, array.dtype))
-        scalars.append(dict(uid=r.uid, sampling=asdict(r.sampling), finish_reason=r.finish_reason, reward=float(r.reward)))
+        scalars.append({"uid": r.uid, "sampling": asdict(r.sampling), "finish_reason": r.finish_reason, "reward": float(r.reward)})
     data = save(tensors, metadata={"rollouts": json.dumps(scalars)})
     write_atomically(path, data)
     return len(data)

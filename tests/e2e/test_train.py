@@ -28,7 +28,7 @@ def command(folder: Path, *words: str) -> list[str]:
 
 
 def train(folder: Path, *words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command(folder, *words), capture_output=True, text=True, timeout=400, cwd=REPOSITORY)
+    return subprocess.run(command(folder, *words), capture_output=True, text=True, timeout=400, cwd=REPOSITORY, check=False)
 
 
 def processes_of(folder: Path) -> list[str]:
