@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 import torch.utils._device
 
 _CHECKED_VERSIONS = ("0.16.", "0.19.")
@@ -112,7 +114,7 @@ def _redirect_tensors() -> None:
 
 def _on_cpu(factory: Callable) -> Callable:
     @functools.wraps(factory)
-    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         return factory(*args, **kwargs)
@@ -124,7 +126,7 @@ def _type_of_cuda(type_of: Callable) -> Callable:
     """The optimizer sorts parameters by the names 'torch.cuda.FloatTensor' and 'torch.cuda.BFloat16Tensor'."""
 
     @functools.wraps(type_of)
-    def wrapped(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         found = type_of(self, *args, **kwargs)
         return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
 
@@ -135,6 +137,7 @@ def _mend_megatron() -> None:
     """What Megatron-Core itself gets wrong without a GPU."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     # 0.16.1 without Transformer Engine: the router's product asks for a name that was never bound.
@@ -144,6 +147,9 @@ def _mend_megatron() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = _as_host_values
     # A checkpoint keeps the step count of PyTorch's AdamW beside the parameters' states, but loading looks for it among them.
     DistributedOptimizer._set_main_param_and_optimizer_states = _keeps_step(DistributedOptimizer._set_main_param_and_optimizer_states)
+    # Experts cut over ranks (etp > 1) exchange as many rows as each rank happens to have: Gloo gathers and scatters equal parts only.
+    mappings._gather_along_first_dim = _gathers_uneven_parts(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _scatters_uneven_parts(mappings._reduce_scatter_along_first_dim)
     # The results of writing a checkpoint come back through a manager process, a new Python for each rank, which a synchronous save
     # does not need: it takes seconds to start, and imports the main module again.
     filesystem_async._results_queue = queue.Queue()
@@ -155,9 +161,39 @@ def _as_host_values(tensor: Any, as_numpy: bool = False, record_stream: bool = F
 
 def _keeps_step(set_states: Callable) -> Callable:
     @functools.wraps(set_states)
-    def wrapped(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+    def wrapped(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Tensor]) -> None:
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         set_states(self, model_param, {**{name: value for name, value in state.items() if name == "step"}, **tensors})
 
     return wrapped
+
+
+def _gathers_uneven_parts(gather: Callable) -> Callable:
+    @functools.wraps(gather)
+    def wrapped(input_: Tensor, group: dist.ProcessGroup, output_split_sizes: list[int] | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, *args, **kwargs)
+        copies = input_.repeat(group.size(), *[1] * (input_.dim() - 1))
+        return _exchange(copies, [input_.shape[0]] * group.size(), output_split_sizes, group)
+
+    return wrapped
+
+
+def _scatters_uneven_parts(scatter: Callable) -> Callable:
+    @functools.wraps(scatter)
+    def wrapped(input_: Tensor, group: dist.ProcessGroup, input_split_sizes: list[int] | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, input_split_sizes, *args, **kwargs)
+        own = input_split_sizes[group.rank()]
+        parts = _exchange(input_.contiguous(), input_split_sizes, [own] * group.size(), group)
+        return parts.view(group.size(), own, *input_.shape[1:]).sum(0)
+
+    return wrapped
+
+
+def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """sent[r] rows to rank r, received[r] rows from it."""
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows, received, sent, group=group)
+    return out
