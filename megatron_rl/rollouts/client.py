@@ -57,37 +57,28 @@ class VllmClient:
             what = f"an answer of another shape than expected ({type(error).__name__}: {error})"
             raise ServerError(self.url, "POST /inference/v1/generate", what) from error
 
-    async def check_health(self) -> None:
-        """Raises ServerError unless the server says that it is well."""
-        await self._request("GET", "/health", None)
-
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The JSON object that the server answers with. Raises ServerError."""
-        response = await self._request("POST", path, body)
+        asked = f"POST {path}"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._http.post(path, json=body)
+        except TimeoutError as error:
+            raise ServerError(self.url, asked, f"no answer within {self._timeout_s:g} s (servers.request_timeout_s)") from error
+        except httpx.HTTPError as error:
+            raise ServerError(self.url, asked, f"{type(error).__name__}: {error}") from error
+        if response.status_code != 200:
+            raise ServerError(self.url, asked, f"HTTP {response.status_code}: {response.text[:300]}")
         try:
             answer = response.json()
         except ValueError as error:
-            raise ServerError(self.url, f"POST {path}", f"no JSON in {response.text[:200]!r}") from error
+            raise ServerError(self.url, asked, f"no JSON in {response.text[:200]!r}") from error
         if not isinstance(answer, dict) or answer.get("error"):
-            raise ServerError(self.url, f"POST {path}", f"an error inside of a 200: {str(answer)[:300]}")
+            raise ServerError(self.url, asked, f"an error inside of a 200: {str(answer)[:300]}")
         return answer
 
     async def close(self) -> None:
         await self._http.aclose()
-
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                response = await self._http.request(method, path, json=body)
-        except TimeoutError as error:
-            raise ServerError(
-                self.url, f"{method} {path}", f"no answer within {self._timeout_s:g} s (servers.request_timeout_s)"
-            ) from error
-        except httpx.HTTPError as error:
-            raise ServerError(self.url, f"{method} {path}", f"{type(error).__name__}: {error}") from error
-        if response.status_code != 200:
-            raise ServerError(self.url, f"{method} {path}", f"HTTP {response.status_code}: {response.text[:300]}")
-        return response
 
     def _sampling_params(self, sampling: Sampling, stop_token_ids: Sequence[int]) -> dict[str, Any]:
         vocab_size = self._model.contract.vocab_size

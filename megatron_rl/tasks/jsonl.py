@@ -23,9 +23,6 @@ class JsonlSource:
             raise TaskError(f"task.file = {file}: holds no line; give at least one prompt")
         self._order = lru_cache(maxsize=4)(lambda round_: np.random.default_rng((seed, round_)).permutation(len(self._items)))
 
-    def __len__(self) -> int:
-        return len(self._items)
-
     def item(self, index: int) -> Item:
         round_, position = divmod(index, len(self._items))
         return self._items[self._order(round_)[position]]

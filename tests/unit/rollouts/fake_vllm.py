@@ -13,7 +13,7 @@ import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route, Router
 
 from megatron_rl.records import ModelContract
@@ -94,14 +94,10 @@ class FakeVllm:
             self.span_questions.append(ids)
             return JSONResponse({"results": [{i: self.truth[i]["spans"] for i in ids if i in self.truth}]})
 
-        async def health(request: Request) -> Response:
-            return PlainTextResponse("")
-
         return Starlette(
             routes=[
                 Route("/inference/v1/generate", generate, methods=["POST"]),
                 Route("/collective_rpc", collective_rpc, methods=["POST"]),
-                Route("/health", health),
             ]
         )
 

@@ -193,17 +193,3 @@ def test_hanging_and_dead_servers():
         server.url = f"http://127.0.0.1:{unused.getsockname()[1]}"
     (dead,) = generate(server)
     assert isinstance(dead, ServerError) and "ConnectError" in str(dead)
-
-
-def test_health():
-    async def ask(url):
-        client = VllmClient(url, MODEL, keep_set_source="native", max_keep_set=4, timeout_s=1.0)
-        try:
-            await client.check_health()
-        finally:
-            await client.close()
-
-    with running(FakeVllm()) as server:
-        asyncio.run(ask(server.url))
-    with pytest.raises(ServerError, match="GET /health"):
-        asyncio.run(ask(server.url))
