@@ -31,7 +31,7 @@ from megatron_rl.config import Config, RunFolder
 from megatron_rl.orchestrator.observer import Observer
 from megatron_rl.orchestrator.probes import Probe
 from megatron_rl.orchestrator.state import RunState
-from megatron_rl.processes import Child
+from megatron_rl.processes import Child, log_tail
 from megatron_rl.records import GroupTask, StepPlan, write_atomically
 from megatron_rl.rollouts.fleet import Fleet
 from megatron_rl.wire.control import (
@@ -70,7 +70,6 @@ class Orchestrator:
         self.saved_step = step
         """Nothing is lost by leaving here: a step that was saved, or the start."""
         self.stop_requested = False
-        self.finished = False
         self._probe: Probe | None = None
         self._plan_file: str | None = None
         self._recorded = self._adopt_recorded_plans()
@@ -153,13 +152,13 @@ class Orchestrator:
 
     def _next_order(self) -> Order:
         done = self.step >= self.config.run.steps
-        if self._failure or self.finished:
+        if self._failure:
             return Order("stop")
         due = self.step and self.step % self.config.checkpoint.every == 0
         if (due or done or self.stop_requested) and self.saved_step != self.step:
             return Order("save")
         if done or self.stop_requested:
-            self.stop_requested = self.finished = True
+            self.stop_requested = True
             return Order("stop")
         stale = self.fleet.to_sync(self.step)
         if stale and not self._starting():
@@ -253,7 +252,7 @@ class Orchestrator:
         """Until the trainer has left. Raises RunFailed; the children are the caller's to stop."""
         tasks = [asyncio.create_task(c) for c in (self._watch(children), self._follow_fleet(), self.fleet.run())]
         try:
-            while not (self.finished and self._trainers_left(children)) and self._failure is None:
+            while not (self.stop_requested and self._trainers_left(children)) and self._failure is None:
                 done, _ = await asyncio.wait(tasks, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
@@ -296,7 +295,8 @@ class Orchestrator:
                     self._probe.lose_server(event.url)
                 self.observe.event(f"server {event.slot} at {event.url} {event.kind.replace('_', ' ')}: {event.reason}; {lost} groups are drawn again")
             if all(s.state == "given_up" for s in self.fleet.servers):
-                self.fail(f"no rollout server is left; the last: {event.reason}; see {self.folder.logs}/server-*.log")
+                log = self.folder.logs / f"server-{event.slot}.log"
+                self.fail(f"no rollout server is left; the last: {event.reason}; the end of {log}:\n{log_tail(log)}")
             await self._tell()
 
     async def _tell(self) -> None:
