@@ -10,5 +10,7 @@ venv=${VENV:-.venv}
 # One thread per process: the distributed tests start several processes, and threads that wait for each other's core cost more
 # than they bring.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-"$venv/bin/python" -m ruff check .
-exec "$venv/bin/python" -m pytest "$@"
+status=0
+"$venv/bin/python" -m ruff check --output-format concise . || status=$?
+"$venv/bin/python" -m pytest "$@" || status=$?
+exit "$status"
