@@ -37,10 +37,8 @@ class Steering:
         self._http = httpx.Client(base_url=url, headers={KEY_HEADER: key}, timeout=httpx.Timeout(60.0))
 
     def next_order(self, step: int) -> Order:
-        """Wait for what comes after policy version `step`."""
-        while (order := self._post("/order", OrderRequest(step), Order)).kind == "wait":
-            pass
-        return order
+        """What comes after policy version `step`; 'wait' when there is nothing yet."""
+        return self._post("/order", OrderRequest(step), Order)
 
     def probe_plan(self, version: int, timeout_s: float) -> str:
         """The plan file of the probe rollouts sampled at `version`, or '' when there were none in time."""
