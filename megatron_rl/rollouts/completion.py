@@ -4,8 +4,6 @@ The engine reports a token id as the text "token_id:17" and a log-prob of minus 
 """
 
 import base64
-import binascii
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -14,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_rl.records import ContractError, Sampling, check_keep_mass
+from megatron_rl.rollouts.npy import read_npy
 
 KeepSetSource = Literal["native", "processed_logprobs"]
 
@@ -99,8 +98,8 @@ def _routes(uid: str, encoded: str | None, moe_layers: Sequence[int]) -> np.ndar
         rule = "the engine was started to return the experts of each token (--enable-return-routed-experts)"
         raise ContractError(rollout=uid, token=None, value="no routes", rule=rule)
     try:
-        routes = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
-    except (binascii.Error, ValueError, EOFError) as error:
+        routes = read_npy(base64.b64decode(encoded, validate=True))
+    except ValueError as error:  # binascii.Error is one too
         raise ContractError(
             rollout=uid, token=None, value=f"routes that cannot be read ({error})", rule="routes are a base64 .npy"
         ) from error
