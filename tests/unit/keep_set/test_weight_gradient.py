@@ -7,7 +7,7 @@ hook); that the real one behaves so is for the engine's tests.
 import pytest
 import torch
 
-from megatron_rl.keep_set import keep_set_log_probs
+from megatron_rl.keep_set import dense_route, keep_set_log_probs, weight_gradient
 from tests.unit.keep_set.cases import GRADIENT_TOLERANCE, Case, make_case, reference, relative_difference
 
 
@@ -91,8 +91,6 @@ def test_a_frozen_weight_gets_nothing():
 
 def test_deterministic_mode_neither_refuses_nor_fills_the_delivered_tensor(monkeypatch):
     """Filling it would write [vocabulary, hidden] NaN in each backward. The mode's own flag is as before afterwards."""
-    from megatron_rl.keep_set import weight_gradient
-
     seen = []
     monkeypatch.setattr(weight_gradient.torch, "empty_like", lambda *a, **k: seen.append(torch.utils.deterministic.fill_uninitialized_memory) or a[0])
     case = make_case(7, full=0.1)
@@ -106,3 +104,15 @@ def test_deterministic_mode_neither_refuses_nor_fills_the_delivered_tensor(monke
         torch.use_deterministic_algorithms(False)
     assert seen == [False] and torch.utils.deterministic.fill_uninitialized_memory
     assert relative_difference(ddp.weight.main_grad, reference(case, with_entropy=False)["d_weight"]) < GRADIENT_TOLERANCE[torch.float32]
+
+
+def test_a_bf16_gradient_of_many_groups_is_rounded_once(monkeypatch):
+    """300 parts of one sign: rounding each sum to bf16 would lose the later ones."""
+    monkeypatch.setattr(dense_route, "_TOKENS_AT_ONCE", 1)
+    case = make_case(8, dtype=torch.bfloat16, num_tokens=300, vocab_size=6, num_rows=6, width=3, full=1.0, unscored=0.0)
+    case.hidden, case.upstream = case.hidden.abs(), torch.ones(300)
+    case.keep_sets.target_ids.zero_()
+    weight = case.weight.clone().requires_grad_()
+    log_prob_loss(case, weight).backward()
+    wanted = reference(case, with_entropy=False)["d_weight"]
+    assert ((weight.grad.double() - wanted) / wanted).abs().max() < 2**-8  # half a unit in the last place, and the rounding of fp32
