@@ -1,7 +1,7 @@
 """Which policy version sampled which token of which request."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 Span = tuple[int, int]
@@ -24,8 +24,6 @@ def client_request_id(engine_id: str) -> str:
 class _History:
     num_tokens: int = 0
     spans: list[Span] = field(default_factory=list)
-    is_finished: bool = False
-    is_asked: bool = False
 
 
 class VersionSpans:
@@ -34,15 +32,15 @@ class VersionSpans:
     It counts what the sampler returned, at the moment when it did. So it needs no assumption about waiting, preempted or
     recomputed requests or about prefill in chunks: a step that samples nothing for a request adds nothing.
 
-    The history of a request is kept until it has been asked for and the request is finished; of finished requests that nobody
-    asks for, the newest `max_unclaimed` are kept. Cost: a few dictionary look-ups per request and step.
+    Of the finished requests, the newest `max_finished` are kept, whether or not somebody has asked for them: asking changes
+    nothing, so it may be repeated. Cost: a few dictionary look-ups per request and step.
     """
 
-    def __init__(self, max_unclaimed: int = 16384):
-        self._max_unclaimed = max_unclaimed
+    def __init__(self, max_finished: int = 16384):
+        self._max_finished = max_finished
         self._histories: dict[str, _History] = {}  # by engine id
         self._engine_ids: dict[str, str] = {}  # client id -> engine id
-        self._unclaimed: dict[str, None] = {}  # engine ids of finished requests that nobody asked for, oldest first
+        self._finished: dict[str, None] = {}  # engine ids, oldest first
 
     def record(self, engine_ids: Sequence[str], sampled: Sequence[Sequence[int]], version: int) -> None:
         """One engine step: request `engine_ids[i]` got the tokens `sampled[i]` (often one, none during prefill)."""
@@ -59,35 +57,17 @@ class VersionSpans:
 
     def finish(self, engine_ids: Iterable[str]) -> None:
         """The engine has dropped these requests: they will get no more tokens."""
-        for engine_id in engine_ids:
-            history = self._histories.get(engine_id)
-            if history is None:
-                continue  # it never got a token
-            history.is_finished = True
-            if history.is_asked:
-                self._forget(engine_id)
-            else:
-                self._unclaimed[engine_id] = None
-        while len(self._unclaimed) > self._max_unclaimed:
-            self._forget(next(iter(self._unclaimed)))
+        self._finished.update((engine_id, None) for engine_id in engine_ids if engine_id in self._histories)
+        while len(self._finished) > self._max_finished:
+            self._forget(next(iter(self._finished)))
 
-    def ask(self, client_ids: Iterable[str]) -> Mapping[str, list[Span]]:
+    def ask(self, client_ids: Iterable[str]) -> dict[str, list[Span]]:
         """The spans of each request that has generated a token; unknown and forgotten ones are left out."""
-        answer = {}
-        for client_id in client_ids:
-            engine_id = self._engine_ids.get(client_id)
-            if engine_id is None:
-                continue
-            history = self._histories[engine_id]
-            answer[client_id] = list(history.spans)
-            history.is_asked = True
-            if history.is_finished:
-                self._forget(engine_id)
-        return answer
+        engine_ids = {client_id: self._engine_ids[client_id] for client_id in client_ids if client_id in self._engine_ids}
+        return {client_id: list(self._histories[engine_id].spans) for client_id, engine_id in engine_ids.items()}
 
     def _forget(self, engine_id: str) -> None:
-        del self._histories[engine_id]
-        self._unclaimed.pop(engine_id, None)
+        del self._histories[engine_id], self._finished[engine_id]
         client_id = client_request_id(engine_id)
-        if self._engine_ids.get(client_id) == engine_id:  # a later request may have taken the id over
+        if self._engine_ids[client_id] == engine_id:  # a later request may have taken the id over
             del self._engine_ids[client_id]

@@ -34,8 +34,10 @@ class RolloutCpuWorker(CPUWorker):
         return output
 
     def version_spans(self, request_ids: Sequence[str]) -> dict[str, list[list[int]]]:
-        """For each client request id: [[first token, version], ...]. A request that has no token yet, or whose answer was already
-        given after its end, is left out."""
+        """For each client request id: [[first token, version], ...].
+
+        A request that has no token yet is left out, and so is one that ended long ago. Asking changes nothing.
+        """
         return {name: [list(span) for span in spans] for name, spans in self._version_spans.ask(request_ids).items()}
 
     def held_version(self) -> dict[str, int]:
