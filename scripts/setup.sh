@@ -73,7 +73,6 @@ make_closure() {
         fail "$venv was not made by this script, which would empty it." "Move it away, or name another folder: VENV=.venv2"
     fi
     say "1/4 virtual environment $venv (Python $version)"
-    mkdir -p "$venv"
     rm -f "$stamp"  # first, so that an interruption of the next line is seen too; the log stays, which says whose folder this is
     find "$venv" -mindepth 1 -maxdepth 1 ! -path "$log" -exec rm -rf {} +
     "$base" -m venv "$venv" >"$log" 2>&1 </dev/null || {
@@ -94,8 +93,10 @@ install_package() {
 }
 
 choose_python
-# One setup at a time: two terminals may start it together. The lock is on the folder, so that nothing is left behind.
-exec 9<"$root"
+if stamped "$(closure_key)" && stamped "$(package_key)"; then exit; fi
+# One setup of a folder at a time: two terminals may start it together, and the second finds the first one's work.
+mkdir -p "$venv"
+exec 9<"$venv"
 flock 9
 if ! stamped "$(closure_key)"; then
     make_closure
