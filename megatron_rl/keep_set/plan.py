@@ -90,7 +90,7 @@ def make_plan(keep_sets: KeepSets, shard: Shard, vocab_size: int, device: torch.
     sizes = keep_sets.sizes()
     full = keep_sets.kinds == TokenKind.FULL
     several = (keep_sets.kinds == TokenKind.KEEP_SET) & (sizes > 1)
-    wide = several & _on_dense_route(torch.where(several, sizes, 0), bool(full.any()), vocab_size, costs)
+    wide = several & _on_dense_route(torch.where(several, sizes, 0), vocab_size, costs)
     masks = (several & ~wide, wide, full, several | full)
     pair_tokens, wide_tokens, full_tokens, computed = (mask.nonzero().squeeze(1) for mask in masks)
     _refuse_bad_small_sets(keep_sets, sizes)
@@ -103,12 +103,10 @@ def make_plan(keep_sets: KeepSets, shard: Shard, vocab_size: int, device: torch.
     return Plan(Pairs(rows, offsets, tokens, targets), wide_tokens, full_tokens, computed)
 
 
-def _on_dense_route(sizes: Tensor, has_full_tokens: bool, vocab_size: int, costs: RouteCosts) -> Tensor:
+def _on_dense_route(sizes: Tensor, vocab_size: int, costs: RouteCosts) -> Tensor:
     """bool [T]. A set leaves the pair route if its logits cost less densely, and all that do also pay for the dense pass itself."""
-    saved = sizes - costs.dense_entry * vocab_size
-    wide = saved > 0
-    fixed = 0.0 if has_full_tokens else costs.dense_row * vocab_size
-    return wide & (torch.where(wide, saved, 0.0).sum() > fixed)
+    saved = (sizes - costs.dense_entry * vocab_size).clamp_min(0)
+    return (saved > 0) & (saved.sum() > costs.dense_row * vocab_size)
 
 
 def pairs_of(sets: KeepSets, tokens: Tensor) -> tuple[Tensor, Tensor]:
