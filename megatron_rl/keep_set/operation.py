@@ -142,13 +142,12 @@ class _KeepSetLogProbs(torch.autograd.Function):
             return None, None, None
         if upstream is None:
             upstream = torch.zeros_like(upstream_entropy)
-        call, (hidden, weight, pair_logits, statistics) = ctx.call, ctx.saved_tensors
+        call, hidden = ctx.call, ctx.saved_tensors[0]
         weight_gradient = WeightGradient(ctx.weight, is_dense=call.plan.num_dense_tokens > 0) if ctx.needs_input_grad[1] else None
         if call.plan.is_empty:
             d_hidden = torch.zeros_like(hidden)
         else:
-            logit_gradient = logit_gradients(pair_logits, call.plan.pairs, statistics, upstream, upstream_entropy)
-            d_hidden = _gradients(call, hidden, weight, logit_gradient, statistics, (upstream, upstream_entropy), weight_gradient)
+            d_hidden = _gradients(call, ctx.saved_tensors, (upstream, upstream_entropy), weight_gradient)
         return d_hidden, None if weight_gradient is None else weight_gradient.for_autograd(), None
 
 
@@ -167,10 +166,13 @@ def _statistics(call: _Call, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Te
     return pair_logits, statistics
 
 
-def _gradients(call: _Call, hidden, weight, d_pair_logits, statistics, upstream, weight_gradient: WeightGradient | None) -> Tensor:
-    """The gradient of this rank's hidden states; that of the weight goes to weight_gradient."""
+def _gradients(
+    call: _Call, saved: tuple[Tensor, ...], upstream: tuple[Tensor, Tensor | None], weight_gradient: WeightGradient | None
+) -> Tensor:
+    """The gradient of this rank's hidden states; that of the weight goes to weight_gradient. saved: by forward; upstream [T] each."""
+    hidden, weight, pair_logits, statistics = saved
     plan, kernels, whole = call.plan, _kernels(hidden), call.gather(hidden)
-    d_pair_logits = d_pair_logits.div_(call.pair_temperature())
+    d_pair_logits = logit_gradients(pair_logits, plan.pairs, statistics, *upstream).div_(call.pair_temperature())
     d_hidden = kernels.weighted_sums(d_pair_logits, weight, plan.pairs.rows, plan.pairs.offsets)
     if weight_gradient is not None:
         add_weight_gradient(kernels, d_pair_logits, whole, plan.pairs, weight_gradient)
