@@ -37,6 +37,10 @@ class Layout:
     ep: int = 1
     etp: int = 1
     vpp: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    """Layers of the first and of the last stage, where they differ from the others: these stages also hold the embedding and the
+    output layer, and many models have a number of layers that no pipeline divides. None: as many as the others."""
 
     def __post_init__(self) -> None:
         for name in ("world_size", "tp", "pp", "cp", "ep", "etp", "vpp"):
@@ -53,8 +57,19 @@ class Layout:
                 f"{self.ranks_per_stage} ranks of a pipeline stage (tp x cp x dp) are not a multiple of etp x ep = {self.etp} x {self.ep}; "
                 "lower the expert parallelism or use more ranks"
             )
+        self._check_uneven_stages()
         if self.vpp > 1 and self.pp == 1:
             raise LayoutError(f"vpp = {self.vpp}: interleaved stages need a pipeline, but pp = 1; set vpp = 1 or pp > 1")
+
+    def _check_uneven_stages(self) -> None:
+        given = [size for size in (self.first_stage_layers, self.last_stage_layers) if size is not None]
+        if any(size < 1 for size in given):
+            raise LayoutError(f"stages of {given} layers: every stage has at least one")
+        if given and (self.pp == 1 or self.vpp > 1):
+            raise LayoutError(
+                f"a first or last stage of its own size needs pp > 1 and vpp = 1, but pp = {self.pp} and vpp = {self.vpp}; "
+                "interleaved stages are cut evenly"
+            )
 
     @property
     def ranks_per_stage(self) -> int:
@@ -87,9 +102,21 @@ class Layout:
 
     def layers_of_chunk(self, num_layers: int, pp_rank: int, chunk: int = 0) -> range:
         """Global numbers of the layers in one virtual chunk of a stage: chunk v of stage p follows chunk v of stage p - 1."""
-        per_chunk = num_layers // (self.pp * self.vpp)
-        start = (chunk * self.pp + pp_rank) * per_chunk
-        return range(start, start + per_chunk)
+        sizes = self._chunk_sizes(num_layers)
+        number = chunk * self.pp + pp_rank
+        start = sum(sizes[:number])
+        return range(start, start + sizes[number])
+
+    def _chunk_sizes(self, num_layers: int) -> list[int]:
+        """Layers of each chunk, in the order of the forward pass."""
+        ends = (self.first_stage_layers, self.last_stage_layers)
+        left, count = num_layers - sum(filter(None, ends)), self.pp * self.vpp - sum(size is not None for size in ends)
+        sizes = [left // count if count else 0] * (self.pp * self.vpp)
+        if self.first_stage_layers is not None:
+            sizes[0] = self.first_stage_layers
+        if self.last_stage_layers is not None:
+            sizes[-1] = self.last_stage_layers
+        return sizes
 
     def layers_of_stage(self, num_layers: int, pp_rank: int) -> list[int]:
         return [n for v in range(self.vpp) for n in self.layers_of_chunk(num_layers, pp_rank, v)]
@@ -115,7 +142,8 @@ class Layout:
             if value % size:
                 wrong.append(f"{what} = {value} is not a multiple of {by} = {size}")
 
-        divides("num_layers", num_layers, "pp x vpp", self.pp * self.vpp)
+        if sum(sizes := self._chunk_sizes(num_layers)) != num_layers or min(sizes) < 1:
+            wrong.append(self._uneven_text(num_layers))
         divides("num_attention_heads", num_heads, "tp", self.tp)
         divides("hidden_size", hidden_size, "tp", self.tp)
         if num_query_groups % self.tp and self.tp % num_query_groups:
@@ -126,3 +154,12 @@ class Layout:
             wrong.append(f"ep = {self.ep}, etp = {self.etp}: the model has no experts; set both to 1")
         if wrong:
             raise LayoutError("the layout does not fit the model: " + "; ".join(wrong))
+
+    def _uneven_text(self, num_layers: int) -> str:
+        if self.first_stage_layers is None and self.last_stage_layers is None:
+            remedy = "" if self.vpp > 1 else "; give the first or last stage a size of its own (first_stage_layers, last_stage_layers)"
+            return f"num_layers = {num_layers} is not a multiple of pp x vpp = {self.pp * self.vpp}{remedy}"
+        return (
+            f"num_layers = {num_layers} with first_stage_layers = {self.first_stage_layers} and last_stage_layers = {self.last_stage_layers} "
+            f"leaves a number of layers that the other of {self.pp} stages cannot share evenly"
+        )

@@ -48,6 +48,9 @@ class LayoutSection(Section):
     pipeline: Positive = 1
     virtual_pipeline: Positive = 1
     """Chunks of layers on each stage; above 1 the schedule is interleaved."""
+    first_stage_layers: Positive | None = None
+    last_stage_layers: Positive | None = None
+    """Layers of the first and last stage where they differ from the others'; None: as many as the others."""
     context: Positive = 1
     expert: Positive = 1
     expert_tensor: Positive = 1

@@ -6,7 +6,20 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from megatron_rl.config.sections import (
-    Checkpoint, LayoutSection, Metrics, Model, Objective, Optimizer, Rollouts, Run, Section, Servers, Supervised, Task, Trainer, WeightSync,
+    Checkpoint,
+    LayoutSection,
+    Metrics,
+    Model,
+    Objective,
+    Optimizer,
+    Rollouts,
+    Run,
+    Section,
+    Servers,
+    Supervised,
+    Task,
+    Trainer,
+    WeightSync,
 )  # fmt: skip
 from megatron_rl.records import Sampling
 from megatron_rl.topology import Layout
@@ -33,6 +46,7 @@ class Config(Section):
         return Layout(
             world_size=section.world_size, tp=section.tensor, pp=section.pipeline, cp=section.context, ep=section.expert,
             etp=section.expert_tensor, vpp=section.virtual_pipeline,
+            first_stage_layers=section.first_stage_layers, last_stage_layers=section.last_stage_layers,
         )  # fmt: skip
 
     @property

@@ -89,7 +89,7 @@ class _Progress:
 
 def _rows(checkpoint: HfCheckpoint, parameter: Parameter) -> list[Tensor]:
     """Out of the mapped file: the copy is what reads it."""
-    return [_in_memory(piece) for piece in parameter.kind.rows([checkpoint[tensor.name] for tensor in parameter.hf])]
+    return [_in_memory(piece) for piece in parameter.kind.rows(parameter.parts_of(checkpoint))]
 
 
 def _copy(checkpoint: MegatronCheckpoint, name: str) -> Tensor:
@@ -101,7 +101,7 @@ def _in_memory(tensor: Tensor) -> Tensor:
 
 
 def _num_bytes(specs: dict[str, TensorSpec], parameter: Parameter) -> int:
-    return sum(specs[tensor.name].num_bytes for tensor in parameter.hf)
+    return sum(prod(tensor.part_shape) * specs[tensor.name].dtype.itemsize for tensor in parameter.hf)
 
 
 def _main_dtype(specs: dict[str, TensorSpec]) -> torch.dtype:

@@ -16,7 +16,7 @@ from megatron_rl.conversion.model_files import read_config, write_model_files
 from megatron_rl.conversion.partial_folder import PartialFolder
 from megatron_rl.conversion.stored import TensorSpec
 from megatron_rl.conversion.torch_dist import SEAL, ArchiveFile, StoredArray, Written, read_torch_dist, write_metadata
-from megatron_rl.layouts import CHECKPOINT, Parameter, ParameterTable, Role
+from megatron_rl.layouts import CHECKPOINT, Assembly, Parameter, ParameterTable
 
 _ENGINE = "engine"
 """Where the checkpoint of a run keeps the trainer's part."""
@@ -94,11 +94,12 @@ class MegatronCheckpoint(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._last:
-            parameter = self._table.by_hf_name(name)
-            array = self._arrays.get(checkpoint_key(parameter))
-            if array is None:
-                raise KeyError(name)
-            self._last = dict(parameter.to_hf(array.read(stack_index(parameter))))
+            self._last, assembly = {}, Assembly()
+            for parameter in self._table.by_hf_name(name):
+                array = self._arrays.get(checkpoint_key(parameter))
+                if array is None:
+                    raise KeyError(name)
+                self._last |= assembly.add(parameter, array.read(stack_index(parameter)))
         return self._last[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -15,6 +15,8 @@ from megatron_rl.conversion.errors import CheckpointError
 from megatron_rl.conversion.hf_writer import write_hf_checkpoint
 from megatron_rl.layouts import ParameterTable, Role, family_of
 
+_CONSTANT = {Role.NORM: 1.0, Role.BIAS: 0.0, Role.SELECTION_BIAS: 0.0}
+
 
 def make_random_model(
     folder: str | Path,
@@ -39,20 +41,20 @@ def make_random_model(
 
 
 def random_hf_tensors(table: ParameterTable, seed: int, pad_token_id: int | None = None) -> Iterator[tuple[str, Tensor]]:
-    """fp32 weights: normal with the config's `initializer_range`, norms 1, the embedding of the padding token 0."""
+    """fp32 weights: normal with the config's `initializer_range`, norms 1, biases 0, the embedding of the padding token 0."""
     std = table.architecture.initializer_range
-    for parameter in table.parameters:
-        for tensor in parameter.hf:
-            if parameter.role is Role.NORM:
-                yield tensor.name, torch.ones(tensor.shape)
-                continue
-            # Seeded by name, so that a tensor does not depend on which others are drawn, or in which order.
-            digest = hashlib.sha256(f"{seed}/{tensor.name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            values = torch.randn(tensor.shape, generator=generator).mul_(std)
-            if parameter.role is Role.EMBEDDING and pad_token_id is not None:
-                values[pad_token_id] = 0
-            yield tensor.name, values
+    for tensor in table.hf_tensors.values():
+        role = table.by_hf_name(tensor.name)[0].role
+        if role in _CONSTANT:
+            yield tensor.name, torch.full(tensor.shape, _CONSTANT[role])
+            continue
+        # Seeded by name, so that a tensor does not depend on which others are drawn, or in which order.
+        digest = hashlib.sha256(f"{seed}/{tensor.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        values = torch.randn(tensor.shape, generator=generator).mul_(std)
+        if role is Role.EMBEDDING and pad_token_id is not None:
+            values[pad_token_id] = 0
+        yield tensor.name, values
 
 
 def _character_assets(folder: Path, hf_config: Mapping[str, Any]) -> dict[str, int]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from megatron_rl.layouts import HeldParameter, Parameter, ParameterTable, Placement
+from megatron_rl.layouts import Assembly, HeldParameter, Parameter, ParameterTable, Placement
 
 
 def rank_shards(tensors: Mapping[str, Tensor], placement: Placement, rank: int) -> Iterator[tuple[HeldParameter, Tensor]]:
@@ -23,5 +23,6 @@ def hf_tensors(table: ParameterTable, gather: Callable[[Parameter], Sequence[Ten
     gather: returns the shards of a parameter in the order of `Placement.owners`. How they come here (a collective, a file, a
     list in a test) is the caller's; all that take part in a collective have to go through `table.parameters` in this order.
     """
+    assembly = Assembly()
     for parameter in table.parameters:
-        yield from parameter.to_hf(parameter.unshard(gather(parameter)))
+        yield from assembly.add(parameter, parameter.unshard(gather(parameter)))

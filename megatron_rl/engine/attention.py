@@ -4,29 +4,62 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 
 class PackedAttention(torch.nn.Module):
-    """Takes the place of Megatron's DotProductAttention, which refuses packed sequences. Dropout is 0 and the mask is causal."""
+    """Takes the place of Megatron's DotProductAttention, which refuses packed sequences. Dropout is 0 and the mask is causal.
+
+    Of the configuration it knows the window of a layer, and the sinks (softmax_type "learnable"): a logit of each head that takes
+    part in the softmax and attends to nothing.
+    """
 
     def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
         self.scale = softmax_scale  # None: 1 / sqrt(head size)
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, packed_seq_params: PackedSeqParams | None = None, **_: Any
     ) -> Tensor:
-        """query [N, heads, d], key and value [N, groups, d], each sequence attending to itself; returns [N, heads, d]."""
+        """query [N, heads, d], key [N, groups, d], value [N, groups, dv], each sequence attending to itself; returns [N, heads, dv]."""
         if packed_seq_params is None:
             raise ValueError("this attention works on packed sequences alone: pass packed_seq_params")
         ends = packed_seq_params.cu_seqlens_q.tolist()
         segments = [slice(start, end) for start, end in zip(ends, ends[1:]) if end > start]
-        return torch.cat([self._attend(query[s], key[s], value[s]) for s in segments])
+        attend = self._attend if self.softmax_offset is None else self._attend_with_sinks
+        return torch.cat([attend(query[s], key[s], value[s]) for s in segments])
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
+        """The sinks are cut over tensor-parallel ranks like the heads."""
+        return make_sharded_tensors_for_checkpoint(self.state_dict(), prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))  # [1, heads, length, d]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        mask = None if self.window is None else self._visible(query)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1)
+
+    def _attend_with_sinks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q = query.transpose(0, 1)  # [heads, length, d]
+        k, v = (x.transpose(0, 1).repeat_interleave(q.shape[0] // x.shape[1], dim=0) for x in (key, value))
+        scores = q @ k.transpose(1, 2) * (self.scale or query.shape[-1] ** -0.5)
+        scores = scores.masked_fill(~self._visible(query), -torch.inf)
+        sinks = self.softmax_offset[:, None, None].to(scores.dtype).expand(-1, scores.shape[1], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype)
+        return (weights @ v).transpose(0, 1)
+
+    def _visible(self, query: Tensor) -> Tensor:
+        """bool [length, length]: whether the token of a row sees that of a column."""
+        position = torch.arange(query.shape[0], device=query.device)
+        distance = position[:, None] - position[None, :]
+        return (distance >= 0) if self.window is None else (distance >= 0) & (distance < self.window)

@@ -20,7 +20,7 @@ from megatron_rl.engine.clock import Clock
 from megatron_rl.engine.gather import HfTensors
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.head import Head, Loss
-from megatron_rl.engine.model import Backend, build_chunks, mark_parameters, wrap_for_training
+from megatron_rl.engine.model import Backend, build_chunks, mark_parameters, tensor_of, wrap_for_training
 from megatron_rl.engine.optimizer import build_optimizer, check_gradients, set_rates
 from megatron_rl.engine.replay import Routes, RoutingReplay, make_routes
 from megatron_rl.engine.schedule import Schedule
@@ -52,7 +52,7 @@ class Engine:
         chunks = build_chunks(self.table.architecture, config, groups, self.backend, padded_vocab_size=padded)
         mark_parameters(chunks, self.placement, groups.rank)
         self._held = list(self.placement.held_by(groups.rank).values())
-        self._parameters = {(held.chunk, held.name): chunks[held.chunk].get_parameter(held.name) for held in self._held}
+        self._parameters = {(held.chunk, held.name): tensor_of(chunks[held.chunk], held.name) for held in self._held}
         self._fill(weights)
         self._replay = RoutingReplay(chunks)
         self._models = wrap_for_training(chunks)
@@ -69,6 +69,11 @@ class Engine:
         moe, layout = self.table.architecture.moe_layers, self.groups.layout
         own = layout.layers_of_stage(self.table.architecture.num_layers, self.groups.coords.pp)
         return tuple(moe.index(layer) for layer in own if layer in moe)
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """The number of microbatches is a multiple of this (interleaved stages ask for it)."""
+        return self._schedule.microbatch_multiple
 
     def train_step(
         self, microbatches: Sequence[Microbatch], loss: Loss, denominators: Denominators, *, step: int, learning_rate: float,
@@ -145,10 +150,14 @@ class Engine:
         """
         self._forward_backward(self._prepare(microbatches, None, None), loss, denominators, reduce_fully=True)
         self._clock.read()
-        return HfTensors(self.placement, self.groups.rank, self.groups.device, torch.float32, lambda held: self._parameter(held).main_grad)
+        return HfTensors(self.placement, self.groups.rank, self.groups.device, torch.float32, self._gradient)
 
-    def _parameter(self, held: HeldParameter) -> torch.nn.Parameter:
+    def _parameter(self, held: HeldParameter) -> Tensor:
         return self._parameters[held.chunk, held.name]
+
+    def _gradient(self, held: HeldParameter) -> Tensor:
+        found = self._parameter(held)
+        return found.main_grad if isinstance(found, torch.nn.Parameter) else torch.zeros_like(found, dtype=torch.float32)
 
     @torch.no_grad()
     def _fill(self, weights: Mapping[str, Tensor]) -> None:
@@ -203,7 +212,8 @@ class Engine:
         return merge(everywhere)
 
     def _names_of_parameters(self) -> list[dict[torch.nn.Parameter, str]]:
-        return [{self._parameter(held): held.parameter.name for held in self._held}]
+        held = ((self._parameter(held), held.parameter.name) for held in self._held)
+        return [{found: name for found, name in held if isinstance(found, torch.nn.Parameter)}]
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.layouts import HeldParameter, Parameter, Placement
+from megatron_rl.layouts import Assembly, HeldParameter, Parameter, Placement, names_completed_by
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -38,31 +38,39 @@ class HfTensors:
     @property
     def metadata(self) -> list[TensorInfo]:
         """Known on every rank, without communication."""
-        return [TensorInfo(tensor.name, tensor.shape, self._dtype) for tensor in self._placement.table.hf_tensors.values()]
+        return [TensorInfo(tensor.name, tensor.shape, tensor.dtype or self._dtype) for tensor in self._placement.table.hf_tensors.values()]
 
     def __len__(self) -> int:
         return len(self._placement.table.hf_tensors)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
+        assembly = Assembly()
         for bucket in self._buckets():
             shards = self._exchange(bucket)
             for parameter in bucket:
                 if self._rank == 0:
-                    yield from parameter.to_hf(parameter.unshard(shards[parameter.name]))
+                    yield from assembly.add(parameter, parameter.unshard(shards[parameter.name]))
                 else:
-                    yield from ((tensor.name, None) for tensor in parameter.hf)
+                    yield from ((name, None) for name in names_completed_by(parameter))
 
     def _buckets(self) -> Iterator[list[Parameter]]:
-        """Neighbours whose full tensors come to about _BUCKET_BYTES: the same cuts on every rank."""
-        bucket, size = [], 0
+        """Neighbours of one dtype whose full tensors come to about _BUCKET_BYTES: the same cuts on every rank."""
+        bucket: list[Parameter] = []
+        size = 0
         for parameter in self._placement.table.parameters:
+            if bucket and self._dtype_of(bucket) != self._dtype_of([parameter]):
+                yield bucket
+                bucket, size = [], 0
             bucket.append(parameter)
-            size += prod(parameter.shape) * self._dtype.itemsize
+            size += prod(parameter.shape) * self._dtype_of(bucket).itemsize
             if size >= _BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
         if bucket:
             yield bucket
+
+    def _dtype_of(self, bucket: Sequence[Parameter]) -> torch.dtype:
+        return bucket[0].dtype or self._dtype
 
     def _exchange(self, bucket: Sequence[Parameter]) -> dict[str, list[Tensor]]:
         """Shards of each parameter in the order of its owners, on rank 0; each owner sends what it has in one message."""
@@ -81,7 +89,7 @@ class HfTensors:
     def _receive(self, bucket: Sequence[Parameter], owner: int) -> dict[str, Tensor]:
         parts = [p for p in bucket if owner in self._placement.owners(p)]
         shapes = [p.shard_shape(len(self._placement.owners(p))) for p in parts]
-        flat = torch.empty(sum(map(prod, shapes)), dtype=self._dtype, device=self._device)
+        flat = torch.empty(sum(map(prod, shapes)), dtype=self._dtype_of(bucket), device=self._device)
         dist.recv(flat, src=owner)
         pieces = flat.split([prod(shape) for shape in shapes])
         return {p.name: piece.view(shape) for p, piece, shape in zip(parts, pieces, shapes, strict=True)}

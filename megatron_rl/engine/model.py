@@ -13,21 +13,20 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from megatron_rl.config import Config
+from megatron_rl.engine.architecture_settings import attention_settings, expert_settings, gate_settings, rope_arguments, yarn_attributes
 from megatron_rl.engine.attention import PackedAttention
+from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.engine.groups import ParallelGroups
+from megatron_rl.engine.latent_attention import DOWN_PROJECTIONS, ReplicatedLinear, accept_replicated_linear
 from megatron_rl.engine.norm import RMSNorm
-from megatron_rl.layouts import CHECKPOINT, LOCAL, TRANSFORMER_ENGINE, ModelArchitecture, Placement, Spelling
+from megatron_rl.layouts import CHECKPOINT, LOCAL, TRANSFORMER_ENGINE, LatentAttention, ModelArchitecture, Placement, Spelling
 from megatron_rl.layouts.sharding import Split
 
 logger = logging.getLogger(__name__)
-
-
-class UnsupportedModelError(ValueError):
-    """This combination of model, layout and machine cannot be built."""
 
 
 class PolicyModel(GPTModel):
@@ -77,18 +76,21 @@ def transformer_config(model: ModelArchitecture, config: Config, backend: Backen
     """Megatron's configuration. The loss is a sum that is divided by nothing on its way (`calculate_per_token_loss`)."""
     check_supported(model, config)
     dtype = getattr(torch, config.model.dtype)
-    return TransformerConfig(
-        num_layers=model.num_layers, hidden_size=model.hidden_size, ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.attention.num_heads, num_query_groups=model.attention.num_query_groups,
-        kv_channels=model.attention.head_dim, qk_layernorm=model.attention.qk_norm, normalization="RMSNorm",
-        layernorm_epsilon=model.norm_eps, gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
+    kind = MLATransformerConfig if isinstance(model.attention, LatentAttention) else TransformerConfig
+    settings = kind(
+        num_layers=model.num_layers, hidden_size=model.hidden_size, ffn_hidden_size=model.ffn_hidden_size, normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps, **attention_settings(model), **gate_settings(model),
         attention_dropout=0.0, hidden_dropout=0.0, params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype is torch.bfloat16,
         # Weights come from a checkpoint or are drawn by name: Megatron's own initialisation would depend on the layout.
         perform_initialization=False, use_cpu_initialization=not backend.transformer_engine,
         calculate_per_token_loss=True, deterministic_mode=config.run.deterministic,
         bias_activation_fusion=backend.transformer_engine, gradient_accumulation_fusion=backend.apex_gradient_fusion,
-        **_parallel_settings(config), **_expert_settings(model, backend), **_recompute_settings(model, config),
+        **_parallel_settings(config), **expert_settings(model, grouped_products=backend.transformer_engine),
+        **_recompute_settings(model, config),
     )  # fmt: skip
+    for name, value in yarn_attributes(model.rope).items():
+        setattr(settings, name, value)
+    return settings
 
 
 def check_supported(model: ModelArchitecture, config: Config) -> None:
@@ -98,6 +100,10 @@ def check_supported(model: ModelArchitecture, config: Config) -> None:
         raise UnsupportedModelError(f"layout.context = {layout.cp}: context parallelism is not built; set it to 1")
     if model.moe and layout.tp > 1 and not config.sequence_parallel:
         raise UnsupportedModelError("layout.sequence_parallel = false: Megatron-Core needs it for experts with layout.tensor > 1")
+    if isinstance(model.attention, LatentAttention) and layout.tp > 1 and not config.sequence_parallel:
+        raise UnsupportedModelError("layout.sequence_parallel = false: latent attention needs it with layout.tensor > 1")
+    if model.moe and model.linear_biases and layout.etp > 1:
+        raise UnsupportedModelError(f"layout.expert_tensor = {layout.etp}: Megatron-Core has biases of experts only with 1")
 
 
 def _parallel_settings(config: Config) -> dict[str, Any]:
@@ -106,24 +112,12 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
         tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp, sequence_parallel=config.sequence_parallel,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers, num_layers_in_last_pipeline_stage=layout.last_stage_layers,
         # Packed microbatches differ in length, so that stages tell one another the shapes.
         variable_seq_lengths=layout.pp > 1, deallocate_pipeline_outputs=layout.pp > 1,
         # With two interleaved stages the batched exchange sends to and receives from the same rank, and pairs the messages wrongly
         # without a word: gradients are off by orders of magnitude.
         batch_p2p_comm=layout.vpp == 1, overlap_p2p_comm=layout.vpp > 1,
-    )  # fmt: skip
-
-
-def _expert_settings(model: ModelArchitecture, backend: Backend) -> dict[str, Any]:
-    if model.moe is None:
-        return dict(moe_token_dispatcher_type="alltoall")  # unused; with the default Megatron refuses stages of packed sequences
-    return dict(
-        num_moe_experts=model.moe.num_experts, moe_ffn_hidden_size=model.moe.ffn_hidden_size, moe_router_topk=model.moe.top_k,
-        moe_layer_freq=model.moe_layer_freq, moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0,
-        moe_token_dispatcher_type="alltoall", moe_grouped_gemm=backend.transformer_engine,
-        # Softmax over all experts and then top-k where the chosen probabilities are used as they are; over the chosen alone is the
-        # same as dividing by their sum. The router's product is in the model's dtype, as in vLLM and Hugging Face, softmax in fp32.
-        moe_router_pre_softmax=not model.moe.normalize_top_k, moe_router_dtype=None,
     )  # fmt: skip
 
 
@@ -141,6 +135,8 @@ def build_chunks(
 ) -> list[PolicyModel]:
     """This rank's chunks of the model, their weights not yet filled; one chunk unless stages are interleaved."""
     settings = transformer_config(model, config, backend)
+    if not backend.transformer_engine:
+        accept_replicated_linear()
     return [_build_chunk(model, config, settings, groups, backend, padded_vocab_size, chunk) for chunk in range(groups.layout.vpp)]
 
 
@@ -149,14 +145,12 @@ def _build_chunk(
 ) -> PolicyModel:
     vp_stage = chunk if groups.layout.vpp > 1 else None
     spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=backend.transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
-    rope = model.rope
     built = PolicyModel(
         settings, spec if backend.transformer_engine else _with_cpu_modules(spec), vocab_size=vocab_size,
         max_sequence_length=config.model.max_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        position_embedding_type="rope", rotary_base=rope.theta, rope_scaling=rope.kind == "llama3", rope_scaling_factor=rope.factor,
-        seq_len_interpolation_factor=rope.factor if rope.kind == "linear" else None,
+        **rope_arguments(model),
         share_embeddings_and_output_weights=model.tie_word_embeddings, parallel_output=True, vp_stage=vp_stage,
     )  # fmt: skip
     _name_as_in_checkpoints(built, backend.spelling)
@@ -167,12 +161,14 @@ def _name_as_in_checkpoints(chunk: PolicyModel, spelling: Spelling) -> None:
     """Layers of either spec save and load under the same keys, so that checkpoints move between CPU and GPU."""
     for layer in chunk.decoder.layers:
         mlp_norm = "sparse_mlp_norm" if hasattr(layer.mlp, "router") else "dense_mlp_norm"
-        keys = {getattr(spelling, field): getattr(CHECKPOINT, field) for field in ("attention_norm", mlp_norm)}
+        attention_norm = "latent_attention_norm" if hasattr(layer.self_attention, "linear_kv_up_proj") else "attention_norm"
+        fields = (attention_norm, mlp_norm, "latent_q_norm", "latent_kv_norm")
+        keys = {getattr(spelling, field): getattr(CHECKPOINT, field) for field in fields}
         layer.submodules_config = dataclasses.replace(layer.submodules_config, sharded_state_dict_keys_map=keys)
 
 
 def _with_cpu_modules(spec: Any) -> Any:
-    """A layer spec with the norms and the core attention that work on a CPU."""
+    """A layer spec with the norms, the core attention and the down projections that work on a CPU."""
     if spec is WrappedTorchNorm:
         return RMSNorm
     if isinstance(spec, list):
@@ -180,8 +176,17 @@ def _with_cpu_modules(spec: Any) -> Any:
     if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
         return spec
     names = [field.name for field in dataclasses.fields(spec)]
-    replaced = {name: PackedAttention if name == "core_attention" else _with_cpu_modules(getattr(spec, name)) for name in names}
-    return dataclasses.replace(spec, **replaced)
+    return dataclasses.replace(spec, **{name: _CPU_MODULES.get(name) or _with_cpu_modules(getattr(spec, name)) for name in names})
+
+
+_CPU_MODULES = {"core_attention": PackedAttention, **dict.fromkeys(DOWN_PROJECTIONS, ReplicatedLinear)}
+"""By the field of the spec."""
+
+
+def tensor_of(chunk: PolicyModel, name: str) -> Tensor:
+    """A parameter, or a buffer that belongs to the model (the selection bias of a router), by Megatron's name."""
+    module, _, last = name.rpartition(".")
+    return getattr(chunk.get_submodule(module), last)
 
 
 def mark_parameters(chunks: list[PolicyModel], placement: Placement, rank: int) -> None:
@@ -192,7 +197,9 @@ def mark_parameters(chunks: list[PolicyModel], placement: Placement, rank: int) 
     leaves out all ranks but the first.
     """
     for (chunk, name), held in placement.held_by(rank).items():
-        parameter, sharding = chunks[chunk].get_parameter(name), held.parameter.kind.sharding
+        parameter, sharding = tensor_of(chunks[chunk], name), held.parameter.kind.sharding
+        if not isinstance(parameter, torch.nn.Parameter):
+            continue
         if held.parameter.is_expert:
             parameter.allreduce = False
         if isinstance(sharding, Split) and not hasattr(parameter, "tensor_model_parallel"):

@@ -10,7 +10,15 @@
 Conversion, weight sync, Muon and NVFP4 read this table; none of them has a list of names of its own.
 """
 
-from megatron_rl.layouts.architecture import GroupedQueryAttention, MixtureOfExperts, ModelArchitecture, Rope
+from megatron_rl.layouts.architecture import (
+    GroupedQueryAttention,
+    LatentAttention,
+    MixtureOfExperts,
+    ModelArchitecture,
+    Rope,
+    Yarn,
+)
+from megatron_rl.layouts.assembly import Assembly, names_completed_by
 from megatron_rl.layouts.errors import TensorMismatchError, UnknownFamilyError, UnsupportedArchitectureError
 from megatron_rl.layouts.family import Family
 from megatron_rl.layouts.parameter import HfTensor, Parameter, Region, Role
@@ -23,10 +31,12 @@ __all__ = [
     "FAMILIES",
     "LOCAL",
     "TRANSFORMER_ENGINE",
+    "Assembly",
     "Family",
     "GroupedQueryAttention",
     "HeldParameter",
     "HfTensor",
+    "LatentAttention",
     "MixtureOfExperts",
     "ModelArchitecture",
     "Parameter",
@@ -39,5 +49,7 @@ __all__ = [
     "TensorMismatchError",
     "UnknownFamilyError",
     "UnsupportedArchitectureError",
+    "Yarn",
     "family_of",
+    "names_completed_by",
 ]

@@ -6,18 +6,47 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class GroupedQueryAttention:
-    """Attention with `num_heads` query heads over `num_query_groups` key-value heads, each `head_dim` wide; no biases."""
+    """Attention with `num_heads` query heads over `num_query_groups` key-value heads, each `head_dim` wide."""
 
     num_heads: int
     num_query_groups: int
     head_dim: int
     qk_norm: bool
     """RMSNorm over each head of q and k, one weight of [head_dim] for all heads (Qwen3)."""
+    qkv_bias: bool = False
+    """Biases on q, k and v (GLM); on the output projection too only with ModelArchitecture.linear_biases."""
+    sinks: bool = False
+    """Each head has a learned logit that takes part in the softmax and attends to nothing (GPT-OSS)."""
+    window: int | None = None
+    """In `windowed_layers` a token sees itself and the window - 1 tokens before it."""
+    windowed_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2 and later): q, k and v are expanded from low-rank, normalised projections."""
+
+    num_heads: int
+    q_lora_rank: int | None
+    """None: q is projected directly, without a norm."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    """Part of each head of q and k that is rotated, in interleaved pairs; that of k is the same for all heads."""
+    v_head_dim: int
+
+    @property
+    def num_query_groups(self) -> int:
+        return self.num_heads
+
+    @property
+    def q_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True)
 class MixtureOfExperts:
-    """The sparse layers. Routing is softmax over all experts, then the `top_k` largest."""
+    """The sparse layers. Each token goes to the `top_k` experts with the largest scores."""
 
     num_experts: int
     top_k: int
@@ -26,22 +55,47 @@ class MixtureOfExperts:
     layers: tuple[int, ...]
     """Numbers of the layers that have experts; the others are dense."""
     normalize_top_k: bool
-    """True: the chosen probabilities are divided by their sum. False: they are used as the softmax gave them."""
+    """True: the chosen scores are divided by their sum. False: they are used as softmax over all experts gave them."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    selection_bias: bool = False
+    """A fp32 vector, balanced by hand and not by gradients, is added to the scores for the choice alone (DeepSeek-V3)."""
+    num_groups: int = 1
+    top_k_groups: int = 1
+    """Experts are chosen from the best groups alone."""
+    scaling_factor: float = 1.0
+    """Of the weights of the chosen experts."""
+    shared_ffn_hidden_size: int = 0
+    """Width of the MLP that every token goes through beside its experts; 0: none."""
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN's constants, as Hugging Face names them."""
+
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding over the whole head, in halves (not interleaved pairs)."""
+    """Rotary position embedding."""
 
     theta: float
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     """linear: positions are divided by `factor`. llama3: low frequencies are, with the constants of Llama 3.1."""
     factor: float = 1.0
+    fraction: float = 1.0
+    """Share of each head that is rotated, its first entries."""
+    yarn: Yarn | None = None
 
 
 @dataclass(frozen=True)
 class ModelArchitecture:
-    """A pre-norm decoder with RMSNorm, rotary positions and SwiGLU MLPs without biases."""
+    """A pre-norm decoder with RMSNorm, rotary positions and gated MLPs."""
 
     model_type: str
     """As in config.json, e.g. "qwen3_moe"."""
@@ -51,7 +105,7 @@ class ModelArchitecture:
     """True size, as in config.json: padding for tensor parallelism is not part of the model."""
     ffn_hidden_size: int
     """Width of the MLP in dense layers."""
-    attention: GroupedQueryAttention
+    attention: GroupedQueryAttention | LatentAttention
     moe: MixtureOfExperts | None
     rope: Rope
     norm_eps: float
@@ -60,6 +114,10 @@ class ModelArchitecture:
     max_position_embeddings: int
     initializer_range: float
     """Standard deviation of freshly made weights."""
+    linear_biases: bool = False
+    """All linear maps of the layers, the router too, have biases (GPT-OSS)."""
+    swiglu_limit: float | None = None
+    """None: silu(gate) * up. Given: both are clamped to it, then gate * sigmoid(1.702 * gate) * (up + 1) (GPT-OSS)."""
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -5,9 +5,10 @@ and raised together.
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from megatron_rl.layouts.architecture import Rope
+from megatron_rl.layouts.architecture import Rope, Yarn
 from megatron_rl.layouts.errors import UnsupportedArchitectureError
 
 # Keys that say nothing about the function from token ids to logits: identity of the file, tokens, generation, inference
@@ -62,6 +63,25 @@ class ConfigReader:
             return 1
         return value
 
+    def optional_integer(self, key: str) -> int | None:
+        """A positive integer, or None where the key is null or absent."""
+        return None if self._value((key,), None) is None else self.integer(key)
+
+    def count(self, key: str, default: int) -> int:
+        """An integer from 0 on."""
+        value = self._value((key,), default)
+        if type(value) is not int or value < 0:
+            self._reject((key,), value, "must be an integer, 0 or more")
+            return default
+        return value
+
+    def experts(self, *keys: str) -> tuple[int, int]:
+        """How many experts there are, under the first of `keys`, and how many of them a token goes to."""
+        num_experts, top_k = self.integer(*keys), self.integer("num_experts_per_tok")
+        if top_k > num_experts:
+            self.reject(f"num_experts_per_tok = {top_k} is more than {keys[0]} = {num_experts}")
+        return num_experts, top_k
+
     def number(self, key: str, default: float) -> float:
         value = self._value((key,), default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -100,7 +120,7 @@ class ConfigReader:
         """Accept whatever these keys say; the caller knows that it has no effect."""
         self._taken.update(keys)
 
-    def rope(self, default_theta: float = 10000.0) -> Rope:
+    def rope(self, default_theta: float = 10000.0, default_fraction: float = 1.0) -> Rope:
         """Both spellings: `rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling` (before)."""
         settings = self._value(("rope_parameters", "rope_scaling"), {})
         if self._config.get("rope_scaling") not in (None, settings):
@@ -117,12 +137,15 @@ class ConfigReader:
         if outside is not None and outside != theta:
             self._reject(("rope_theta",), outside, f"contradicts rope_parameters, which say {theta}")
         factor = settings.pop("factor", 1.0) if kind != "default" else 1.0
+        fraction = self._rotary_fraction(settings, default_fraction)
+        if kind == "yarn":
+            return Rope(float(theta), kind, float(factor), fraction, self._yarn(settings))
         expected = {"default": {}, "linear": {}, "llama3": _LLAMA3_CONSTANTS}.get(kind)
         if expected is None:
-            self._reject(("rope_type",), kind, "is not supported; known are default, linear, llama3")
+            self._reject(("rope_type",), kind, "is not supported; known are default, linear, llama3, yarn")
             return Rope(float(theta))
         self._compare_rope(kind, settings, expected)
-        return Rope(float(theta), kind, float(factor))
+        return Rope(float(theta), kind, float(factor), fraction)
 
     def finish(self) -> None:
         """Raise UnsupportedArchitectureError with everything that was found, or return."""
@@ -152,10 +175,24 @@ class ConfigReader:
         what = "is missing, and it" if value is None else f"= {value!r}"
         self._problems.append(f"{' or '.join(keys)} {what} {rule}")
 
+    def _rotary_fraction(self, settings: dict[str, Any], default: float) -> float:
+        """`partial_rotary_factor`, among the rope's settings (transformers 5) or beside them (before)."""
+        inside, outside = settings.pop("partial_rotary_factor", None), self._value(("partial_rotary_factor",), None)
+        if None not in (inside, outside) and inside != outside:
+            self._reject(("partial_rotary_factor",), outside, f"contradicts rope_parameters, which say {inside}")
+        return float(inside if inside is not None else outside if outside is not None else default)
+
+    def _yarn(self, settings: dict[str, Any]) -> Yarn:
+        given = {key: value for key, value in settings.items() if value is not None}
+        known = {field.name: field.type for field in fields(Yarn)}
+        for key in given.keys() - known.keys():
+            self.reject(f"rope of type yarn: {key} = {given[key]!r}: not known")
+        if "original_max_position_embeddings" not in given:
+            self.reject("rope of type yarn: original_max_position_embeddings is missing")
+        return Yarn(**{"original_max_position_embeddings": 1, **{key: value for key, value in given.items() if key in known}})
+
     def _compare_rope(self, kind: str, settings: dict[str, Any], expected: dict[str, float]) -> None:
         settings = {**expected, **settings}
-        if settings.pop("partial_rotary_factor", 1.0) != 1.0:
-            self.reject("partial_rotary_factor: rotation of a part of the head is not supported by this family")
         for key, value in settings.items():
             if key not in expected or value != expected[key]:
                 rule = f"Megatron's constant is {expected[key]}" if key in expected else "not known"

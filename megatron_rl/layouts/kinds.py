@@ -1,7 +1,7 @@
 """Kinds of parameters: each knows both directions between Megatron's tensor and the matrices that it is made of.
 
-The parts of a kind are its logical matrices, in the orientation [outputs, inputs] of `torch.nn.Linear`, and each is one
-Hugging Face tensor. Row counts below are those of full tensors; `split` and `fuse` work on shards as well, because they
+The parts of a kind are its logical matrices, in the orientation [outputs, inputs] of `torch.nn.Linear`. Each is one Hugging Face
+tensor, unless the kind says otherwise (`hf_shapes`). Row counts below are those of full tensors; `split` and `fuse` work on shards as well, because they
 derive what they can from the tensor they are given.
 """
 
@@ -43,17 +43,31 @@ class Kind(ABC):
     def fuse(self, parts: Sequence[Tensor]) -> Tensor:
         """The full tensor from its parts: the part itself where there is only one."""
 
-    def rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    @property
+    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The Hugging Face tensors, in the order of `to_hf`."""
+        return self.part_shapes
+
+    def to_hf(self, full: Tensor) -> tuple[Tensor, ...]:
+        """The Hugging Face tensors of a full tensor."""
+        return self.split(full)
+
+    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The full tensor from the Hugging Face tensors."""
+        return self.fuse(tensors)
+
+    def rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Pieces that make up the full tensor from top to bottom, without padded rows and rearranged as little as possible."""
-        return [self.fuse(parts)]
+        return [self.from_hf(tensors)]
 
     def check_size(self, size: int) -> None:
         """LayoutError when the tensor cannot be cut over `size` ranks."""
         self.sharding.shard_shape(self.shape, size)
 
-    def shard_parts(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        """One rank's shard straight from the parts; equal to cutting `fuse(parts)`, without building it where possible."""
-        return self.sharding.shard(self.fuse(parts), rank, size)
+    def shard_parts(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """One rank's shard straight from the Hugging Face tensors; equal to cutting `from_hf(tensors)`, without building it where
+        possible."""
+        return self.sharding.shard(self.from_hf(tensors), rank, size)
 
 
 @dataclass(frozen=True)
@@ -85,18 +99,18 @@ class Single(Kind):
 
 @dataclass(frozen=True)
 class GateUp(Kind):
-    """First linear of a SwiGLU MLP: gate rows above up rows, [2 * width, inputs]; cut per half."""
+    """First linear of a gated MLP: gate rows above up rows, [2 * width, inputs]; cut per half. Its bias has no inputs: [2 * width]."""
 
     width: int
-    inputs: int
+    inputs: int | None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (2 * self.width, self.inputs)
+        return (2 * self.width, *_columns(self.inputs))
 
     @property
     def part_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return ((self.width, self.inputs),) * 2
+        return ((self.width, *_columns(self.inputs)),) * 2
 
     @property
     def sharding(self) -> Sharding:
@@ -110,8 +124,8 @@ class GateUp(Kind):
         gate, up = parts
         return torch.cat([gate, up])
 
-    def rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        return list(parts)
+    def rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
 
     def shard_parts(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         return self.fuse([Split(0).shard(part, rank, size) for part in parts])
@@ -119,7 +133,8 @@ class GateUp(Kind):
 
 @dataclass(frozen=True)
 class QueryKeyValue(Kind):
-    """Fused attention input, [(heads + 2 * groups) * head_dim, inputs]: for each query group its q heads, its k, its v.
+    """Fused attention input, [(heads + 2 * groups) * head_dim, inputs]: for each query group its q heads, its k, its v. Its bias has
+    no inputs.
 
     Over more ranks than there are query groups, Megatron cuts the same interleaved tensor into equal row blocks.
     """
@@ -127,7 +142,7 @@ class QueryKeyValue(Kind):
     num_heads: int
     num_query_groups: int
     head_dim: int
-    inputs: int
+    inputs: int | None
 
     @property
     def _rows_per_group(self) -> tuple[int, int, int]:
@@ -136,11 +151,11 @@ class QueryKeyValue(Kind):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (sum(self._rows_per_group) * self.num_query_groups, self.inputs)
+        return (sum(self._rows_per_group) * self.num_query_groups, *_columns(self.inputs))
 
     @property
     def part_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple((rows * self.num_query_groups, self.inputs) for rows in self._rows_per_group)
+        return tuple((rows * self.num_query_groups, *_columns(self.inputs)) for rows in self._rows_per_group)
 
     @property
     def sharding(self) -> Sharding:
@@ -200,8 +215,8 @@ class VocabularyRows(Kind):
         (rows,) = parts
         return _with_zero_rows(rows, self.padded_vocab_size)
 
-    def rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        return list(parts)
+    def rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
 
     def shard_parts(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         (rows,) = parts
@@ -209,6 +224,50 @@ class VocabularyRows(Kind):
         return _with_zero_rows(rows[rank * per_rank : (rank + 1) * per_rank], per_rank)
 
 
+def _columns(inputs: int | None) -> tuple[int, ...]:
+    return () if inputs is None else (inputs,)
+
+
 def _with_zero_rows(rows: Tensor, count: int) -> Tensor:
     missing = count - rows.shape[0]
     return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+@dataclass(frozen=True)
+class InterleavedGateUp(GateUp):
+    """The same in Megatron; Hugging Face holds it as [inputs, 2 * width] with gate and up in turn (GPT-OSS). Bias: [2 * width]."""
+
+    @property
+    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return ((*_columns(self.inputs), 2 * self.width),)
+
+    def to_hf(self, full: Tensor) -> tuple[Tensor, ...]:
+        in_turn = torch.stack(self.split(full), dim=1).flatten(0, 1)  # [2 * width, inputs]: gate 0, up 0, gate 1, ...
+        return (in_turn.movedim(0, -1),)
+
+    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(self.rows(tensors))
+
+    def rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        (in_turn,) = tensors
+        pairs = in_turn.movedim(-1, 0)
+        return [pairs[0::2], pairs[1::2]]
+
+    def shard_parts(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        return self.fuse([Split(0).shard(part, rank, size) for part in self.rows(tensors)])
+
+
+@dataclass(frozen=True)
+class Transposed(Single):
+    """A matrix [outputs, inputs] that Hugging Face holds as [inputs, outputs]."""
+
+    @property
+    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (self.size[::-1],)
+
+    def to_hf(self, full: Tensor) -> tuple[Tensor, ...]:
+        return (full.T,)
+
+    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
+        (tensor,) = tensors
+        return tensor.T

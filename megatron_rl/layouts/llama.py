@@ -3,22 +3,27 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.layouts.architecture import GroupedQueryAttention, MixtureOfExperts, ModelArchitecture
+from megatron_rl.layouts.architecture import GroupedQueryAttention, LatentAttention, MixtureOfExperts, ModelArchitecture
+from megatron_rl.layouts.attention_rows import attention_rows
 from megatron_rl.layouts.family import Family
 from megatron_rl.layouts.hf_config import ConfigReader
-from megatron_rl.layouts.rows import Row, attention_rows, dense_mlp_rows, vocabulary_rows
+from megatron_rl.layouts.mlp_rows import ExpertNames, dense_mlp_rows, expert_rows, router_rows
+from megatron_rl.layouts.rows import Row, vocabulary_rows
 from megatron_rl.layouts.spelling import Spelling
 
 
 class Llama(Family):
-    """Grouped-query attention and dense SwiGLU MLPs. Defaults are those of transformers' config classes."""
+    """Grouped-query attention and gated MLPs. Defaults are those of transformers' config classes."""
 
     model_type = "llama"
     causal_lm = "LlamaForCausalLM"
-    qk_norm = False
     default_head_dim: int | None = None
     """None: hidden_size / num_attention_heads."""
     default_max_positions = 2048
+    default_norm_eps = 1e-6
+    default_theta = 10000.0
+    default_rotary_fraction = 1.0
+    expert_names = ExpertNames()
 
     def architecture(self, hf_config: Mapping[str, Any]) -> ModelArchitecture:
         read = ConfigReader(hf_config)
@@ -30,44 +35,62 @@ class Llama(Family):
             hidden_size=hidden,
             vocab_size=read.integer("vocab_size"),
             ffn_hidden_size=read.integer("intermediate_size"),
-            attention=self._attention(read, hidden),
+            attention=self._attention(read, hidden, num_layers),
             moe=self._experts(read, num_layers),
-            rope=read.rope(),
-            norm_eps=read.number("rms_norm_eps", 1e-6),
+            rope=read.rope(self.default_theta, self.default_rotary_fraction),
+            norm_eps=read.number("rms_norm_eps", self.default_norm_eps),
             tie_word_embeddings=read.flag("tie_word_embeddings", False),
             max_position_embeddings=read.integer("max_position_embeddings", default=self.default_max_positions),
             initializer_range=read.number("initializer_range", 0.02),
+            **self._linear_maps(read),
         )
         read.finish()
         return model
 
     def rows(self, model: ModelArchitecture, padded_vocab_size: int, spelling: Spelling) -> list[Row]:
-        return [
+        rows = [
             *vocabulary_rows(model, padded_vocab_size),
-            *attention_rows(model, model.attention, spelling),
+            *attention_rows(model, spelling),
             *dense_mlp_rows(model, spelling),
         ]
+        return rows + self._sparse_rows(model, model.moe, spelling) if model.moe else rows
 
-    def _attention(self, read: ConfigReader, hidden: int) -> GroupedQueryAttention:
+    def _sparse_rows(self, model: ModelArchitecture, moe: MixtureOfExperts, spelling: Spelling) -> list[Row]:
+        return [*router_rows(model, moe, spelling, self.expert_names), *expert_rows(model, moe, spelling, self.expert_names)]
+
+    def _attention(self, read: ConfigReader, hidden: int, num_layers: int) -> GroupedQueryAttention | LatentAttention:
         heads = read.integer("num_attention_heads")
         groups = self._query_groups(read, heads)
         if heads % groups:
             read.reject(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {groups}")
         head_dim = read.integer("head_dim", default=self.default_head_dim or hidden // heads)
-        return GroupedQueryAttention(heads, groups, head_dim, self.qk_norm)
+        return GroupedQueryAttention(heads, groups, head_dim, self._qk_norm(read), self._qkv_bias(read))
 
     def _query_groups(self, read: ConfigReader, heads: int) -> int:
         return read.integer("num_key_value_heads", default=heads)
 
+    def _qk_norm(self, read: ConfigReader) -> bool:
+        return False
+
+    def _qkv_bias(self, read: ConfigReader) -> bool:
+        read.only("attention_bias", False, why="Megatron cannot have biases on q, k, v and the output projection alone")
+        return False
+
     def _experts(self, read: ConfigReader, num_layers: int) -> MixtureOfExperts | None:
         return None
 
-    def _refuse_features(self, read: ConfigReader) -> None:
-        read.only("hidden_act", "silu", why="only SwiGLU with silu is built")
-        read.only("attention_bias", False, why="Megatron cannot have biases on q, k, v and the output projection alone")
+    def _linear_maps(self, read: ConfigReader) -> dict[str, Any]:
+        """Fields of ModelArchitecture that say how its linear maps and gates differ from Llama's."""
         read.only("mlp_bias", False, why="Megatron cannot have biases on the MLP alone")
+        return {}
+
+    def _refuse_features(self, read: ConfigReader) -> None:
+        read.only("hidden_act", "silu", why="only gated MLPs with silu are built")
         read.only("attention_dropout", 0, why="dropout would make the trained policy another one than the sampled one")
-        read.only("quantization_config", None, why="quantised weights cannot be read; dequantise the checkpoint first")
+        read.only("quantization_config", None, why="quantised weights of this sort cannot be read; dequantise the checkpoint first")
+        self._layer_types(read)
+
+    def _layer_types(self, read: ConfigReader) -> None:
         layer_types = read.strings("layer_types")
         if set(layer_types) - {"full_attention"}:
             read.reject(f"layer_types = {layer_types}: only full_attention is supported by this family")

@@ -12,14 +12,26 @@ class Spelling:
     attention_norm: str
     dense_mlp_norm: str
     sparse_mlp_norm: str
+    latent_attention_norm: str
+    latent_q_norm: str
+    latent_kv_norm: str
     expert_fc1: str
     expert_fc2: str
+    """The last word is "weight"; `bias_of` gives the name of the bias beside it."""
+
+    @staticmethod
+    def bias_of(weight: str) -> str:
+        before, _, after = weight.rpartition("weight")
+        return f"{before}bias{after}"
 
 
 LOCAL = Spelling(
     attention_norm="input_layernorm.weight",
     dense_mlp_norm="pre_mlp_layernorm.weight",
     sparse_mlp_norm="pre_mlp_layernorm.weight",
+    latent_attention_norm="input_layernorm.weight",
+    latent_q_norm="self_attention.q_layernorm.weight",
+    latent_kv_norm="self_attention.kv_layernorm.weight",
     expert_fc1="mlp.experts.local_experts.{expert}.linear_fc1.weight",
     expert_fc2="mlp.experts.local_experts.{expert}.linear_fc2.weight",
 )
@@ -30,6 +42,10 @@ TRANSFORMER_ENGINE = Spelling(
     dense_mlp_norm="mlp.linear_fc1.layer_norm_weight",
     # A sparse layer's norm feeds router and experts alike, so it cannot be fused into a linear.
     sparse_mlp_norm="pre_mlp_layernorm.weight",
+    # Two down projections follow it.
+    latent_attention_norm="input_layernorm.weight",
+    latent_q_norm="self_attention.linear_q_up_proj.layer_norm_weight",
+    latent_kv_norm="self_attention.linear_kv_up_proj.layer_norm_weight",
     expert_fc1="mlp.experts.linear_fc1.weight{expert}",
     expert_fc2="mlp.experts.linear_fc2.weight{expert}",
 )
@@ -39,6 +55,9 @@ CHECKPOINT = Spelling(
     attention_norm=TRANSFORMER_ENGINE.attention_norm,
     dense_mlp_norm=TRANSFORMER_ENGINE.dense_mlp_norm,
     sparse_mlp_norm=TRANSFORMER_ENGINE.sparse_mlp_norm,
+    latent_attention_norm=TRANSFORMER_ENGINE.latent_attention_norm,
+    latent_q_norm=TRANSFORMER_ENGINE.latent_q_norm,
+    latent_kv_norm=TRANSFORMER_ENGINE.latent_kv_norm,
     expert_fc1="mlp.experts.experts.{expert}.linear_fc1.weight",
     expert_fc2="mlp.experts.experts.{expert}.linear_fc2.weight",
 )

@@ -1,26 +1,34 @@
 """The one table of a model's parameters, by either side's names; and which family a config belongs to."""
 
+from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
 from megatron_rl.layouts.architecture import ModelArchitecture
+from megatron_rl.layouts.deepseek_v3 import DeepseekV3, KimiK2
 from megatron_rl.layouts.errors import TensorMismatchError, UnknownFamilyError, nearest
 from megatron_rl.layouts.family import Family
+from megatron_rl.layouts.glm4_moe import Glm4Moe
+from megatron_rl.layouts.gpt_oss import GptOss
 from megatron_rl.layouts.llama import Llama
-from megatron_rl.layouts.parameter import HfTensor, Parameter
+from megatron_rl.layouts.mixtral import Mixtral
+from megatron_rl.layouts.parameter import HfTensor, Parameter, Role
 from megatron_rl.layouts.qwen3 import Qwen3, Qwen3Moe
 from megatron_rl.layouts.spelling import LOCAL, Spelling
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (Llama(), Qwen3(), Qwen3Moe())}
+_FAMILIES = (Llama(), Qwen3(), Qwen3Moe(), Mixtral(), DeepseekV3(), KimiK2(), Glm4Moe(), GptOss())
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
 """By `model_type`. A new family is entered here."""
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """The family of a config.json, by `model_type` or else by `architectures`; UnknownFamilyError lists the known ones."""
     model_type, heads = hf_config.get("model_type"), hf_config.get("architectures") or []
-    by_head = {family.causal_lm: family for family in FAMILIES.values()}
+    by_head = {family.causal_lm: family for family in reversed(FAMILIES.values())}
     family = FAMILIES.get(model_type) if model_type else next((by_head[head] for head in heads if head in by_head), None)
     if family is None or (heads and family.causal_lm not in heads):
         known = ", ".join(f"{family.model_type} ({family.causal_lm})" for family in FAMILIES.values())
@@ -41,8 +49,11 @@ class ParameterTable:
         family = family_of(hf_config)
         self.architecture: ModelArchitecture = family.architecture(hf_config)
         self.parameters: tuple[Parameter, ...] = tuple(family.parameters(self.architecture, padded_vocab_size, spelling))
-        self._by_name = {parameter.name: parameter for parameter in self.parameters}
-        self._by_hf_name = {tensor.name: parameter for parameter in self.parameters for tensor in parameter.hf}
+        self._by_name: dict[str, Parameter] = {parameter.name: parameter for parameter in self.parameters}
+        self._by_hf_name: dict[str, list[Parameter]] = defaultdict(list)
+        for parameter in self.parameters:
+            for tensor in parameter.hf:
+                self._by_hf_name[tensor.name].append(parameter)
 
     def __getitem__(self, megatron_name: str) -> Parameter:
         """By Megatron's name with global numbers; TensorMismatchError names the nearest ones."""
@@ -52,8 +63,8 @@ class ParameterTable:
             )
         return self._by_name[megatron_name]
 
-    def by_hf_name(self, hf_name: str) -> Parameter:
-        """The parameter that a Hugging Face tensor is a part of."""
+    def by_hf_name(self, hf_name: str) -> list[Parameter]:
+        """The parameters that fill a Hugging Face tensor: one, or all experts of a layer in order."""
         if hf_name not in self._by_hf_name:
             raise TensorMismatchError(
                 f"{hf_name!r} is not a tensor of this {self.architecture.model_type}{nearest(hf_name, self._by_hf_name)}"
@@ -63,7 +74,7 @@ class ParameterTable:
     @cached_property
     def hf_tensors(self) -> dict[str, HfTensor]:
         """Every tensor of a checkpoint by name, in the order of the parameters; a tied output layer is not among them."""
-        return {tensor.name: tensor for parameter in self.parameters for tensor in parameter.hf}
+        return {tensor.name: replace(tensor, index=None) for parameter in self.parameters for tensor in parameter.hf}
 
     @property
     def tied(self) -> dict[str, str]:
@@ -72,5 +83,13 @@ class ParameterTable:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of the model, padding not counted and tied embeddings counted once."""
-        return sum(prod(tensor.shape) for tensor in self.hf_tensors.values())
+        """Elements that are trained: padding not counted, tied embeddings counted once, selection biases (buffers) left out."""
+        trained = (parameter for parameter in self.parameters if parameter.role is not Role.SELECTION_BIAS)
+        return sum(prod(tensor.part_shape) for parameter in trained for tensor in parameter.hf)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Elements that take part in one token: of the experts only those that it goes to."""
+        moe = self.architecture.moe
+        experts = sum(prod(t.part_shape) for p in self.parameters if p.is_expert for t in p.hf)
+        return self.num_parameters - (experts - experts * moe.top_k // moe.num_experts if moe else 0)

@@ -15,7 +15,11 @@ from megatron_rl.conversion import HfCheckpoint, hf_tensors, rank_shards, write_
 from megatron_rl.layouts import Parameter, ParameterTable, Placement
 from megatron_rl.topology import Layout
 
-MODELS = json.loads((Path(__file__).parents[2] / "data" / "small_models.json").read_text())
+MODELS = {
+    name: config
+    for file in ("small_models.json", "small_families.json")
+    for name, config in json.loads((Path(__file__).parents[2] / "data" / file).read_text()).items()
+}
 DENSE = [
     Layout(),
     Layout(world_size=2, tp=2),
@@ -34,7 +38,13 @@ SPARSE = [
     Layout(world_size=8, tp=2, pp=2, ep=2, vpp=2),
     Layout(world_size=16, tp=4, pp=4, ep=2, etp=2),
 ]
-CASES = [(model, layout) for model in MODELS for layout in DENSE + (SPARSE if "moe" in model else [])]
+CASES = [
+    (model, layout)
+    for model in MODELS
+    for layout in DENSE + (SPARSE if "moe" in model else [])
+    # Biases of experts are not cut; four of the models have as many experts or heads as the largest layout asks for, or fewer.
+    if not ("gpt_oss" in model and layout.etp > 1)
+]
 
 
 @pytest.fixture(scope="module")

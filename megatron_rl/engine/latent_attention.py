@@ -1,0 +1,41 @@
+"""Multi-head latent attention on the CPU: what Megatron-Core's local modules need to compute its gradients right."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """A down projection that is whole on every tensor-parallel rank, and sees the rank's own slice of the tokens.
+
+    Megatron's local spec cuts it instead, and its gather has a split for backward: the gradient of the rotary key, which all heads
+    share, is then that of one rank's heads (off by a quarter at TP = 2, without a word). Transformer Engine's spec replicates it, too.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Callable, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        if config.perform_initialization:
+            init_method(self.weight)
+        # Each rank sees its slice of the tokens: finalize_model_grads sums the weight's gradient over the tensor-parallel group.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        return F.linear(hidden, self.weight), None
+
+
+DOWN_PROJECTIONS = ("linear_q_down_proj", "linear_kv_down_proj")
+"""Fields of the attention's spec that are replaced."""
+
+
+def accept_replicated_linear() -> None:
+    """MLASelfAttention takes known classes only; one of the names that it compares with is unbound without Transformer Engine."""
+    multi_latent_attention.Linear = ReplicatedLinear
+    # 0.16.1 takes Transformer Engine for installed where it is not, and asks isinstance() for a class that does not exist.
+    if getattr(multi_latent_attention, "TELinear", None) is None:
+        multi_latent_attention.HAVE_TE = False
