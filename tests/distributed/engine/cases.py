@@ -26,6 +26,7 @@ class Setting:
     recompute: str = "none"
     sequence_parallel: bool | None = None
     max_tokens: int = MAX_TOKENS
+    multiple_of: int = 1
     routing_replay: bool = True
     dtype: str = "float32"
 
@@ -59,11 +60,19 @@ class Run:
             setting.model, moe_layers=self.engine.moe_layers, sequence_parallel=self.config.sequence_parallel,
             routing_replay=setting.routing_replay,
         )  # fmt: skip
-        self.microbatches = microbatches_of(self.members, setting.layout, groups.coords.dp, options, max_tokens=setting.max_tokens)
+        self.microbatches = microbatches_of(
+            self.members, setting.layout, groups.coords.dp, options, max_tokens=setting.max_tokens, multiple_of=setting.multiple_of
+        )
 
     def step(self, number: int = 0) -> dict[str, float]:
         metrics = self.engine.train_step(self.microbatches, self.loss, self.denominators, step=number, learning_rate=LEARNING_RATE)
         return {name: metric.value for name, metric in metrics.items() if metric.count}
+
+    def gradients(self) -> dict[str, Tensor]:
+        return copied(self.engine.full_gradients(self.microbatches, self.loss, self.denominators))
+
+    def log_probs(self) -> dict[int, np.ndarray]:
+        return by_sequence(self.microbatches, [s.log_probs for s in self.engine.score(self.microbatches)])
 
     def weights(self) -> dict[str, Tensor]:
         return copied(self.engine.hf_tensors())
@@ -88,7 +97,7 @@ def evaluate(rank: int, setting: Setting) -> Evaluation:
     with parallel_layout(setting.layout) as groups:
         run = Run(groups, setting)
         scores = run.engine.score(run.microbatches)
-        gradients = copied(run.engine.full_gradients(run.microbatches, run.loss, run.denominators))
+        gradients = run.gradients()
         metrics = run.step()
         return Evaluation(
             by_sequence(run.microbatches, [s.log_probs for s in scores]), by_sequence(run.microbatches, [s.entropies for s in scores]),

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +106,14 @@ def all_layers(model: str) -> tuple[int, ...]:
 
 
 def microbatches_of(
-    members: list[Member], layout: Layout, dp_rank: int, options: AssemblyOptions, *, max_tokens: int = MAX_TOKENS
+    members: list[Member], layout: Layout, dp_rank: int, options: AssemblyOptions, *, max_tokens: int = MAX_TOKENS, multiple_of: int = 1
 ) -> list[Microbatch]:
-    """Those of one data-parallel rank, each with the routes of that rank's layers alone."""
+    """Those of one data-parallel rank, each with the routes of that rank's layers alone, padded to a multiple of `multiple_of`."""
     lengths = [member.rollout.num_tokens for member in members]
     multiple = layout.pp if layout.vpp > 1 else 1
     packing = pack(lengths, num_ranks=layout.dp, max_tokens=max_tokens, microbatch_multiple=multiple)[dp_rank]
     alignment = alignment_of(layout, options.sequence_parallel)
+    alignment = replace(alignment, total=lcm(alignment.total, multiple_of))
     return [lay_out([_with_routes(members[n], options) for n in numbers], 0, alignment, options) for numbers in packing]
 
 

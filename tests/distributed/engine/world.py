@@ -7,7 +7,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-TIMEOUT_S = 300
+TIMEOUT_S = 240
 
 
 class CaseFailed(Exception):

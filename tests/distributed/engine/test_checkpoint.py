@@ -1,0 +1,49 @@
+"""A resumed run is the uninterrupted one: to the bit at its layout, within rounding at another."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.topology import Layout
+from tests.distributed.engine.cases import LEARNING_RATE, Setting
+from tests.distributed.engine.checkpoint_cases import refusals, resume, save_and_go_on
+from tests.distributed.engine.world import World
+
+SAVED_AT = {
+    "tp2 pp2 ep2": Setting(layout=Layout(4, tp=2, pp=2, ep=2)),
+    "tied, pp2 vpp2 ep2": Setting("qwen3_moe_tied", Layout(4, pp=2, vpp=2, ep=2)),
+    "bf16, tp2 ep2": Setting(layout=Layout(4, tp=2, ep=2), dtype="bfloat16"),
+}
+RESUMED_AT = [Layout(4), Layout(4, tp=4, etp=2, ep=2), Layout(4, pp=4), Layout(4, pp=2, vpp=2, ep=2), Layout(4, ep=4)]
+
+
+@pytest.mark.parametrize("name", SAVED_AT)
+def test_the_same_layout_goes_on_to_the_bit(four: World, tmp_path: Path, name: str) -> None:
+    wanted = four.run(save_and_go_on, SAVED_AT[name], tmp_path / "step2")[0]
+    step, found = four.run(resume, SAVED_AT[name], tmp_path / "step2")[0]
+    assert step == 2
+    assert all(torch.equal(found[key], weight) for key, weight in wanted.items())
+
+
+def test_another_layout_goes_on_within_rounding(four: World, one: World, tmp_path: Path) -> None:
+    folder = tmp_path / "step2"
+    wanted = four.run(save_and_go_on, SAVED_AT["tp2 pp2 ep2"], folder)[0]
+    others = [four.run(resume, Setting(layout=layout), folder)[0] for layout in RESUMED_AT]
+    for _, found in [*others, one.run(resume, Setting(), folder)[0]]:
+        # Lost moments or a wrong step count move weights by a whole rate.
+        assert max(float((found[key] - weight).abs().max()) for key, weight in wanted.items()) < 0.2 * LEARNING_RATE
+
+
+def test_what_is_refused(four: World, tmp_path: Path) -> None:
+    folder = tmp_path / "step2"
+    four.run(save_and_go_on, SAVED_AT["tp2 pp2 ep2"], folder)
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / ".metadata").write_bytes((folder / ".metadata").read_bytes())
+    for found in four.run(refusals, SAVED_AT["tp2 pp2 ep2"], folder, Setting("qwen3_moe_tied", Layout(4, tp=2, pp=2, ep=2))):
+        assert "never overwritten" in found[0]
+        assert "not a whole checkpoint" in found[1]
+        assert "of another model: " in found[2] and "vocab_size is 103 there and 101 here" in found[2]
+        assert "Not a directory" in found[3]
+    assert not list(tmp_path.glob(".*part*"))
