@@ -90,16 +90,18 @@ class Engine:
         measured = self._forward_backward(prepared, loss, denominators)
         check_gradients(self._models, self._names_of_parameters(), step)
         reduced = time.perf_counter()
-        own_s = self._clock.read()
+        before_update_s = self._clock.read()
         set_rates(self._optimizer, learning_rate, self.config.optimizer.weight_decay)
         _, grad_norm, _ = self._optimizer.step()
         done = time.perf_counter()
+        with self._clock:
+            metrics = merge(part.metrics() for part in measured)
         timings = {
-            "forward_backward_s": Metric("max", reduced - began - own_s), "optimizer_s": Metric("max", done - reduced),
-            "own_s": Metric("max", own_s),
+            "forward_backward_s": Metric("max", reduced - began - before_update_s), "optimizer_s": Metric("max", done - reduced),
+            "own_s": Metric("max", before_update_s + self._clock.read()),
         }  # fmt: skip
         rates = {"grad_norm": Metric("last", float(grad_norm)), "learning_rate": Metric("last", learning_rate)}
-        return {**self._merged(measured, timings), **rates}
+        return {**self._over_ranks(metrics, timings), **rates}
 
     def score(self, microbatches: Sequence[Microbatch]) -> list[Scores]:
         """Log-probabilities and entropies under the current weights, for this rank's microbatches, on every rank of its pipeline."""
@@ -202,13 +204,12 @@ class Engine:
     def _scored(self, hidden: Tensor, microbatch: DeviceMicrobatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return hidden.new_zeros(()), self._head.log_probs(hidden, self._last_chunk.output_weight, microbatch)
 
-    def _merged(self, measured: Sequence[Measured], timings: dict[str, Metric]) -> dict[str, Metric]:
-        """Over all microbatches and ranks. Of the ranks that hold the same tokens' values one speaks for all."""
+    def _over_ranks(self, metrics: dict[str, Metric], timings: dict[str, Metric]) -> dict[str, Metric]:
+        """Of the ranks that hold the same tokens' values one speaks for all."""
         coords = self.groups.coords
         speaks = self.groups.is_last_stage and coords.tp == 0
-        own = merge([timings, *([part.metrics() for part in measured] if speaks else [])])
         everywhere: list[dict[str, Metric]] = [{} for _ in range(self.groups.layout.world_size)]
-        dist.all_gather_object(everywhere, own)
+        dist.all_gather_object(everywhere, {**timings, **(metrics if speaks else {})})
         return merge(everywhere)
 
     def _names_of_parameters(self) -> list[dict[torch.nn.Parameter, str]]:

@@ -64,6 +64,7 @@ class Trainer:
         self.publisher = Publisher(self.config, self.engine, self.steering)
         self.prober = Prober(self)
         self.step = 0
+        self._assemble_s = 0.0
         self._to_report: dict[str, float] = {}
         """Measured since the last step's report: the update of the servers and the probe belong to the step that follows them."""
 
@@ -94,6 +95,7 @@ class Trainer:
         plan = self.spool.read_plan(order.plan_file)
         assert isinstance(plan, StepPlan) and plan.step == self.step, f"{order.plan_file} is no plan of step {self.step}"
         parts = split_step(plan, self.config.trainer.updates_per_step)
+        self._assemble_s = time.perf_counter() - began
         batches = [self._assemble(part) for part in parts]
         assembled = time.perf_counter()
         old = [self._old_logprobs(batch) for batch in batches]
@@ -106,7 +108,7 @@ class Trainer:
             )
             for part, batch, of_old, of_reference in zip(parts, batches, old, reference, strict=True)
         ]
-        self._report(plan, _over_updates(updates), began=began, assembled=assembled, scored=scored)
+        self._report(plan, _over_updates(updates), step_s=time.perf_counter() - began, score_s=scored - assembled)
         self.step += 1
 
     def save(self) -> None:
@@ -123,11 +125,12 @@ class Trainer:
 
     def _assemble(self, part: StepPlan) -> list[Microbatch]:
         """This rank's microbatches. A rank that cannot read its share tells the others, which would wait for it in a collective."""
-        batch, fault = [], ""
+        batch, fault, began = [], "", time.perf_counter()
         try:
             batch = microbatches_for(part, self.spool, self.groups.layout, self.groups.coords, self.options)
         except (ValueError, OSError) as error:  # a contract, a payload, a sequence that does not fit
             fault = f"rank {self.groups.rank}: {error}"
+        self._assemble_s += time.perf_counter() - began
         if faults := [text for text in gather(fault) if text]:
             raise BatchError(f"the batch of step {part.step} cannot be read: " + "; ".join(faults))
         return batch
@@ -140,14 +143,14 @@ class Trainer:
     def _reference_logprobs(self, batch: list[Microbatch]) -> list[np.ndarray] | None:
         return [scores.log_probs for scores in self.engine.score_reference(batch)] if self.loss.needs_reference else None
 
-    def _report(self, plan: StepPlan, metrics: dict[str, float], *, began: float, assembled: float, scored: float) -> None:
-        """overhead_share: of a step without waiting and without the update of the servers, what is neither Megatron's forward and
-        backward nor the optimizer: reading, checking, packing, replay, loss, metrics."""
-        step_s = time.perf_counter() - began
-        work_s = metrics["forward_backward_s"] + metrics["optimizer_s"] + (scored - assembled)
+    def _report(self, plan: StepPlan, metrics: dict[str, float], *, step_s: float, score_s: float) -> None:
+        """overhead_share: of the work of a step (without waiting, without the update of the servers), what is neither Megatron's passes
+        nor the optimizer: reading, checking, packing, replay, loss, metrics."""
+        own_s = self._assemble_s + metrics["own_s"]
+        work_s = metrics["forward_backward_s"] + metrics["optimizer_s"] + score_s
         tokens = sum(entry.num_tokens for entry in plan.entries)
         metrics |= {
-            "step_s": step_s, "assemble_s": assembled - began, "score_s": scored - assembled, "overhead_share": max(0.0, 1.0 - work_s / step_s),
+            "step_s": step_s, "assemble_s": self._assemble_s, "score_s": score_s, "overhead_share": own_s / (own_s + work_s),
             "trainer_tokens_per_s": tokens / step_s,
         }  # fmt: skip
         logger.info("step %d: loss %.6g, grad norm %.4g, %.2f s", self.step, metrics.get("loss", 0.0), metrics["grad_norm"], step_s)
