@@ -21,6 +21,7 @@ class FakeServer:
     def __init__(self, name: str, num_workers: int = 1):
         self.name, self.num_workers = name, num_workers
         self.calls: list[str] = []
+        self.answered: list[str] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.held = self.incoming = NO_VERSION
         self.is_paused = False
@@ -45,7 +46,9 @@ class FakeServer:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                status, answer = fake._answer(urlsplit(self.path).path, json.loads(body or b"{}"))
+                route = urlsplit(self.path).path
+                status, answer = fake._answer(route, json.loads(body or b"{}"))
+                fake.answered.append(route)
                 data = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("content-length", str(len(data)))
