@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl.conversion.errors import CheckpointError
 from megatron_rl.conversion.hf_reader import HfCheckpoint
-from megatron_rl.conversion.hf_writer import DEFAULT_SHARD_BYTES, HfCheckpointWriter, config_with_dtype
+from megatron_rl.conversion.hf_writer import DEFAULT_SHARD_BYTES, HfCheckpointWriter, config_of_weights
 from megatron_rl.conversion.megatron_checkpoint import MegatronCheckpoint, MegatronCheckpointWriter
 from megatron_rl.conversion.stored import TensorSpec
 from megatron_rl.layouts import Parameter, ParameterTable
@@ -29,9 +29,10 @@ def hf_to_megatron(
 ) -> None:
     """Write `out`, a dist-checkpoint with config.json and tokenizer beside it, from a Hugging Face folder."""
     checkpoint = HfCheckpoint.open(source)
-    checkpoint.check(ParameterTable(checkpoint.config))
+    with_mtp = bool(ParameterTable(checkpoint.config).mtp_names & checkpoint.keys())
+    checkpoint.check(ParameterTable(checkpoint.config, with_mtp=with_mtp))
     specs = {name: stored.spec for name, stored in checkpoint.stored.items()}
-    config = config_with_dtype(checkpoint.config, _main_dtype(specs))
+    config = config_of_weights(checkpoint.config, _main_dtype(specs), with_mtp=with_mtp)
     writer = MegatronCheckpointWriter(
         out, config, {name: spec.dtype for name, spec in specs.items()}, assets_from=source, shard_bytes=shard_bytes,
         fingerprint=_fingerprint(checkpoint.folder, specs, shard_bytes), resume=resume,
@@ -51,8 +52,9 @@ def megatron_to_hf(
     checkpoint = MegatronCheckpoint.open(source)
     checkpoint.check(ParameterTable(checkpoint.config))
     specs = checkpoint.specs
+    config = config_of_weights(checkpoint.config, _main_dtype(specs), with_mtp=checkpoint.with_mtp)
     writer = HfCheckpointWriter(
-        out, specs, config_with_dtype(checkpoint.config, _main_dtype(specs)), assets_from=checkpoint.model_folder, shard_bytes=shard_bytes,
+        out, specs, config, assets_from=checkpoint.model_folder, shard_bytes=shard_bytes,
         fingerprint=_fingerprint(checkpoint.folder, specs, shard_bytes), resume=resume,
     )  # fmt: skip
     with writer:

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from megatron_rl.conversion.block_scaled import BlockScaledTensor, dequantised
 from megatron_rl.conversion.errors import CheckpointError, NameReport
 from megatron_rl.conversion.model_files import read_config, read_json
 from megatron_rl.conversion.safetensors_format import read_header
@@ -21,12 +22,13 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class HfCheckpoint(Mapping[str, Tensor]):
     """Each access maps the tensor's bytes from its file: they are read when they are touched, a slice touches only its own,
     and they leave memory with the tensor. Writing to such a tensor changes neither the file nor what the next access returns.
+    Block-scaled FP8 weights are dequantised at each access.
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], stored: dict[str, StoredTensor | BlockScaledTensor]) -> None:
         self.folder = folder
         self.config = config
-        """config.json as it is."""
+        """config.json as it is, but for the quantisation of weights that are read in bf16."""
         self.stored = stored
 
     @classmethod
@@ -56,7 +58,7 @@ class HfCheckpoint(Mapping[str, Tensor]):
         ]
         if problems:
             raise CheckpointError(f"{folder}: {INDEX_FILE} and the files disagree:\n  " + "\n  ".join(problems))
-        return cls(folder, config, stored)
+        return cls(folder, *dequantised(config, stored))
 
     def check(self, table: ParameterTable) -> None:
         """CheckpointError, with all that is missing, left over, or of a wrong shape or dtype, unless it is exactly the
@@ -64,7 +66,7 @@ class HfCheckpoint(Mapping[str, Tensor]):
         tied = {copy: source for copy, source in table.tied.items() if copy in self.stored}
         expected = {tensor.name: tensor.shape for tensor in table.hf_tensors.values()}
         expected |= {copy: expected[source] for copy, source in tied.items()}
-        report = NameReport(expected, self.stored)
+        report = NameReport(expected, self.stored.keys() - table.optional_names)
         for name in expected.keys() & self.stored.keys():
             spec = self.stored[name].spec
             if spec.shape != expected[name]:

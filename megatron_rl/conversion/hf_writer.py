@@ -45,15 +45,18 @@ def write_hf_checkpoint(
     if specs is None:
         table = ParameterTable(config)
         specs = {name: TensorSpec(tensor.shape, tensor.dtype or dtype) for name, tensor in table.hf_tensors.items()}
-    config = config_with_dtype(config, dtype)
+    config = config_of_weights(config, dtype, with_mtp=False)
     with HfCheckpointWriter(folder, specs, config, assets_from=assets_from, shard_bytes=shard_bytes) as writer:
         for name, tensor in tensors:
             writer.write(name, tensor)
 
 
-def config_with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The config of a checkpoint whose weights are `dtype`."""
-    return {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": str(dtype).removeprefix("torch.")}
+def config_of_weights(config: Mapping[str, Any], dtype: torch.dtype, *, with_mtp: bool) -> dict[str, Any]:
+    """The config of a checkpoint whose weights are `dtype`; without layers for multi-token prediction it must not promise any."""
+    kept = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": str(dtype).removeprefix("torch.")}
+    if not with_mtp:
+        kept |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if kept.get(key)}
+    return kept
 
 
 class HfCheckpointWriter:

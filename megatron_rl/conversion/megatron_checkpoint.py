@@ -43,7 +43,10 @@ class MegatronCheckpoint(Mapping[str, Tensor]):
         self.folder, self.model_folder = folder, model_folder
         self.config = read_config(model_folder)
         embedding = arrays.get("embedding.word_embeddings.weight")
-        self._table = ParameterTable(self.config, padded_vocab_size=embedding.shape[0] if embedding else None, spelling=CHECKPOINT)
+        self.with_mtp = any(key.startswith("mtp.") for key in arrays)
+        """Whether it holds the layers for multi-token prediction (the model as it was converted; a run's has none)."""
+        padded = embedding.shape[0] if embedding else None
+        self._table = ParameterTable(self.config, padded_vocab_size=padded, spelling=CHECKPOINT, with_mtp=self.with_mtp)
         self._arrays = arrays
         self._last: dict[str, Tensor] = {}
 
@@ -63,11 +66,12 @@ class MegatronCheckpoint(Mapping[str, Tensor]):
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """Of every tensor, without reading it."""
-        return {
+        found = {
             tensor.name: TensorSpec(tensor.shape, self._arrays[checkpoint_key(parameter)].dtype)
             for parameter in self._table.parameters
             for tensor in parameter.hf
         }
+        return found | {copy: found[source] for copy, source in self._table.mtp_copies.items()}
 
     def check(self, table: ParameterTable) -> None:
         """CheckpointError with all that is missing, left over or of a wrong shape, unless it is the table's model.
@@ -93,6 +97,7 @@ class MegatronCheckpoint(Mapping[str, Tensor]):
         return moe.num_experts if moe else 0
 
     def __getitem__(self, name: str) -> Tensor:
+        name = self._table.mtp_copies.get(name, name)
         if name not in self._last:
             self._last, assembly = {}, Assembly()
             for parameter in self._table.by_hf_name(name):
@@ -135,7 +140,7 @@ class MegatronCheckpointWriter:
     ) -> None:
         self._folder, self._config, self._assets_from = Path(folder), dict(config), assets_from
         self._fingerprint, self._resume = fingerprint, resume
-        self.table = ParameterTable(config, spelling=CHECKPOINT)
+        self.table = ParameterTable(config, spelling=CHECKPOINT, with_mtp=bool(ParameterTable(config).mtp_names & dtypes.keys()))
         self._parameters = {parameter.name: parameter for parameter in self.table.parameters}
         specs = {name: _spec(parameter, dtypes) for name, parameter in self._parameters.items()}
         self._files = {f"__0_{number}.distcp": list(group) for number, group in enumerate(cut(specs, shard_bytes))}

@@ -34,8 +34,7 @@ DOWN_PROJECTIONS = ("linear_q_down_proj", "linear_kv_down_proj")
 
 
 def accept_replicated_linear() -> None:
-    """MLASelfAttention takes known classes only; one of the names that it compares with is unbound without Transformer Engine."""
+    """MLASelfAttention takes known classes only; one of the names that it compares with is free without Transformer Engine."""
     multi_latent_attention.Linear = ReplicatedLinear
-    # 0.16.1 takes Transformer Engine for installed where it is not, and asks isinstance() for a class that does not exist.
-    if getattr(multi_latent_attention, "TELinear", None) is None:
-        multi_latent_attention.HAVE_TE = False
+    # 0.16.1 takes Transformer Engine for installed where it is not, and asks isinstance() for what is no class.
+    multi_latent_attention.HAVE_TE = False

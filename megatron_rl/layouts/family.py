@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.layouts.architecture import ModelArchitecture
+from megatron_rl.layouts.mtp_rows import mtp_parameters
 from megatron_rl.layouts.parameter import Parameter
 from megatron_rl.layouts.rows import Row, expand
 from megatron_rl.layouts.spelling import LOCAL, Spelling
@@ -31,3 +32,7 @@ class Family(ABC):
         """All parameters with global layer and expert numbers, in the order of the forward pass."""
         padded = model.vocab_size if padded_vocab_size is None else padded_vocab_size
         return expand(self.rows(model, padded, spelling), model.num_layers)
+
+    def mtp_parameters(self, model: ModelArchitecture, spelling: Spelling = LOCAL) -> list[Parameter]:
+        """Those of the layers for multi-token prediction, which `parameters` leaves out."""
+        return mtp_parameters(model, lambda deeper: self.rows(deeper, deeper.vocab_size, spelling))

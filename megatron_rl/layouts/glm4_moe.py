@@ -1,5 +1,7 @@
 """GLM-4.5 and 4.6: leading dense layers, sigmoid routing with a selection bias, a shared expert, biases on q, k and v."""
 
+from typing import Any
+
 from megatron_rl.layouts.architecture import MixtureOfExperts
 from megatron_rl.layouts.hf_config import ConfigReader
 from megatron_rl.layouts.llama import Llama
@@ -36,10 +38,8 @@ class SigmoidExperts(Llama):
             top_k_groups=top_k_groups, scaling_factor=read.number("routed_scaling_factor", self.default_scaling_factor), shared_ffn_hidden_size=shared * width,
         )  # fmt: skip
 
-    def _refuse_features(self, read: ConfigReader) -> None:
-        super()._refuse_features(read)
-        # Layers behind the last one that predict further tokens: they take no part in the function from ids to logits.
-        read.skip("num_nextn_predict_layers", "num_mtp_layers")
+    def _particulars(self, read: ConfigReader) -> dict[str, Any]:
+        return super()._particulars(read) | {"num_mtp_layers": read.count("num_nextn_predict_layers", read.count("num_mtp_layers", 0))}
 
 
 class Glm4Moe(SigmoidExperts):

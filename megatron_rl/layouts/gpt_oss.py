@@ -40,7 +40,7 @@ class GptOss(Llama):
         read.skip("experts_per_token")  # a second spelling in published configs
         return MixtureOfExperts(num_experts, top_k, read.integer("intermediate_size"), tuple(range(num_layers)), normalize_top_k=True)
 
-    def _linear_maps(self, read: ConfigReader) -> dict[str, Any]:
+    def _particulars(self, read: ConfigReader) -> dict[str, Any]:
         read.only("swiglu_limit", _SWIGLU_LIMIT, why="transformers and vLLM compute with this constant")
         read.skip("initial_context_length")  # said again in the rope's settings
         return {"linear_biases": True, "swiglu_limit": _SWIGLU_LIMIT}

@@ -42,7 +42,7 @@ class Llama(Family):
             tie_word_embeddings=read.flag("tie_word_embeddings", False),
             max_position_embeddings=read.integer("max_position_embeddings", default=self.default_max_positions),
             initializer_range=read.number("initializer_range", 0.02),
-            **self._linear_maps(read),
+            **self._particulars(read),
         )
         read.finish()
         return model
@@ -79,8 +79,8 @@ class Llama(Family):
     def _experts(self, read: ConfigReader, num_layers: int) -> MixtureOfExperts | None:
         return None
 
-    def _linear_maps(self, read: ConfigReader) -> dict[str, Any]:
-        """Fields of ModelArchitecture that say how its linear maps and gates differ from Llama's."""
+    def _particulars(self, read: ConfigReader) -> dict[str, Any]:
+        """Further fields of ModelArchitecture, in which a family differs from Llama."""
         read.only("mlp_bias", False, why="Megatron cannot have biases on the MLP alone")
         return {}
 

@@ -15,6 +15,7 @@ from megatron_rl.layouts.glm4_moe import Glm4Moe
 from megatron_rl.layouts.gpt_oss import GptOss
 from megatron_rl.layouts.llama import Llama
 from megatron_rl.layouts.mixtral import Mixtral
+from megatron_rl.layouts.mtp_rows import mtp_copies
 from megatron_rl.layouts.parameter import HfTensor, Parameter, Role
 from megatron_rl.layouts.qwen3 import Qwen3, Qwen3Moe
 from megatron_rl.layouts.spelling import LOCAL, Spelling
@@ -43,12 +44,19 @@ class ParameterTable:
     """All parameters of one model.
 
     padded_vocab_size: rows of Megatron's embedding and output layer (topology.Layout.padded_vocab_size); None: no padding.
+    with_mtp: also the layers for multi-token prediction, which are converted and not trained.
     """
 
-    def __init__(self, hf_config: Mapping[str, Any], *, padded_vocab_size: int | None = None, spelling: Spelling = LOCAL) -> None:
+    def __init__(
+        self, hf_config: Mapping[str, Any], *, padded_vocab_size: int | None = None, spelling: Spelling = LOCAL, with_mtp: bool = False
+    ) -> None:
         family = family_of(hf_config)
         self.architecture: ModelArchitecture = family.architecture(hf_config)
-        self.parameters: tuple[Parameter, ...] = tuple(family.parameters(self.architecture, padded_vocab_size, spelling))
+        self.with_mtp = with_mtp
+        mtp = family.mtp_parameters(self.architecture, spelling) if self.architecture.num_mtp_layers else []
+        own = family.parameters(self.architecture, padded_vocab_size, spelling)
+        self.parameters: tuple[Parameter, ...] = (*own, *(mtp if with_mtp else []))
+        self._mtp_names = {tensor.name for parameter in mtp for tensor in parameter.hf}
         self._by_name: dict[str, Parameter] = {parameter.name: parameter for parameter in self.parameters}
         self._by_hf_name: dict[str, list[Parameter]] = defaultdict(list)
         for parameter in self.parameters:
@@ -79,7 +87,22 @@ class ParameterTable:
     @property
     def tied(self) -> dict[str, str]:
         """Names under which a checkpoint may repeat another tensor: {"lm_head.weight": "model.embed_tokens.weight"}."""
-        return {"lm_head.weight": "model.embed_tokens.weight"} if self.architecture.tie_word_embeddings else {}
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.architecture.tie_word_embeddings else self.mtp_copies
+
+    @property
+    def mtp_copies(self) -> dict[str, str]:
+        """Those of them that belong to the layers for multi-token prediction."""
+        return mtp_copies(self.architecture) if self.with_mtp else {}
+
+    @property
+    def mtp_names(self) -> set[str]:
+        """Of all tensors of the layers for multi-token prediction, whether or not the table has them."""
+        return self._mtp_names | mtp_copies(self.architecture).keys()
+
+    @property
+    def optional_names(self) -> set[str]:
+        """Tensors that a checkpoint may hold beyond the table's."""
+        return set() if self.with_mtp else self.mtp_names
 
     @property
     def num_parameters(self) -> int:
