@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron_rl.engine.optimizer import separate_step_counts
+from megatron_rl.engine.optimizer import align_step_counts, separate_step_counts
 from megatron_rl.layouts import ModelArchitecture
 
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True, "non_homogeneous_layers": True}
@@ -59,6 +59,7 @@ def load_checkpoint(
 
 
 def _sharded_state(models: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, *, is_loading: bool) -> ShardedStateDict:
+    align_step_counts(optimizer)
     state: ShardedStateDict = {f"model{number}": model.module.sharded_state_dict(metadata=dict(_CONTENT)) for number, model in enumerate(models)}
     return state | {"optimizer": optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=dict(_CONTENT))}
 

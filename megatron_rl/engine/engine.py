@@ -24,6 +24,7 @@ from megatron_rl.engine.model import Backend, build_chunks, mark_parameters, ten
 from megatron_rl.engine.optimizer import build_optimizer, check_gradients, set_rates
 from megatron_rl.engine.replay import Routes, RoutingReplay, make_routes
 from megatron_rl.engine.schedule import Schedule
+from megatron_rl.engine.state import state_tensors
 from megatron_rl.layouts import HeldParameter, ParameterTable, Placement
 from megatron_rl.metrics import Metric, merge
 from megatron_rl.objective import Denominators, Measured
@@ -140,6 +141,10 @@ class Engine:
     def load(self, folder: Path) -> int:
         """Model and optimizer from a folder that `save` wrote, at this or any other layout; returns its step."""
         return load_checkpoint(folder, self._models, self._optimizer, self.table.architecture, self.config.model.dtype)
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of all that a step changes, weights and optimizer, by name and in the order of the model; no collective."""
+        return state_tensors(((held.parameter.name, self._parameter(held)) for held in self._held), self._optimizer)
 
     def hf_tensors(self) -> HfTensors:
         """The policy under Hugging Face names, gathered to rank 0 as it is iterated, in the model's dtype."""

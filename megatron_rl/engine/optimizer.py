@@ -46,17 +46,30 @@ def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel]) -
 
 def _make_states(optimizer: MegatronOptimizer) -> None:
     """PyTorch's AdamW makes its moments at the first step; Megatron can neither save nor load an optimizer without them."""
-    for inner in _torch_optimizers(optimizer):
-        for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
-            inner.state[parameter] = {
+    for part in _torch_optimizers(optimizer):
+        for parameter in (parameter for group in part.param_groups for parameter in group["params"]):
+            part.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32), "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter),
             }  # fmt: skip
 
 
+def align_step_counts(optimizer: MegatronOptimizer) -> None:
+    """Before saving and loading, a collective: a part of the optimizer that has no parameter on this rank (a stage without
+    experts) gets the others' step count. Megatron asks each part for exactly one, and writes the first rank's."""
+    inner = _torch_optimizers(optimizer)
+    if not inner:
+        return
+    count = torch.stack([torch.zeros(()), *(state["step"] for part in inner for state in part.state.values())]).max()
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    for part in inner:
+        if not any(group["params"] for group in part.param_groups):
+            part.state["of no parameter"] = {"step": count.clone()}
+
+
 def separate_step_counts(optimizer: MegatronOptimizer) -> None:
     """After loading: Megatron hands the same count, one tensor, to all parameters, and AdamW would raise it once for each of them."""
-    for inner in _torch_optimizers(optimizer):
-        for state in inner.state.values():
+    for part in _torch_optimizers(optimizer):
+        for state in part.state.values():
             state["step"] = state["step"].clone()
 
 

@@ -96,10 +96,6 @@ class LayerRoutes:
         self._bound = None
         return left
 
-    @property
-    def is_idle(self) -> bool:
-        return self._bound is None and not self._queue
-
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None, default_compute_topk: Callable | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -124,7 +120,7 @@ class RoutingReplay:
 
     @contextmanager
     def bound(self, chunk: int, routes: Routes | None, *, backward_follows: bool) -> Iterator[None]:
-        """The routers of a chunk follow `routes` (their own layers of them, see `layers_of`) within the block; None: they choose."""
+        """The routers of a chunk follow their own layers of `routes` within the block; None: they choose."""
         handles = self._handles[chunk]
         if routes is None or not handles:
             yield

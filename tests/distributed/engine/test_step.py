@@ -49,7 +49,7 @@ def test_bfloat16_with_master_weights_learns(four: World) -> None:
 
 
 def test_own_time_is_a_part_of_the_step(four: World) -> None:
-    for metrics in four.run(losses_of_steps, EVERYTHING, 1):
+    for (metrics,) in four.run(losses_of_steps, EVERYTHING, 1):
         assert metrics["own_s"] > 0 and metrics["forward_backward_s"] > 0 and metrics["optimizer_s"] > 0
 
 
