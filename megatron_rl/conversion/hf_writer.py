@@ -16,7 +16,7 @@ from megatron_rl.conversion.model_files import write_json, write_model_files
 from megatron_rl.conversion.partial_folder import PartialFolder
 from megatron_rl.conversion.safetensors_format import plan_file
 from megatron_rl.conversion.stored import StoredTensor, TensorSpec
-from megatron_rl.layouts import ParameterTable
+from megatron_rl.layouts import FAMILIES, ParameterTable
 from megatron_rl.layouts.errors import nearest
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -53,7 +53,9 @@ def write_hf_checkpoint(
 
 def config_of_weights(config: Mapping[str, Any], dtype: torch.dtype, *, with_mtp: bool) -> dict[str, Any]:
     """The config of a checkpoint whose weights are `dtype`; without layers for multi-token prediction it must not promise any."""
-    kept = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": str(dtype).removeprefix("torch.")}
+    written_out = FAMILIES[config["model_type"]].written_out if config.get("model_type") in FAMILIES else {}
+    kept = {**written_out, **{key: value for key, value in config.items() if key != "torch_dtype"}}
+    kept["dtype"] = str(dtype).removeprefix("torch.")
     if not with_mtp:
         kept |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if kept.get(key)}
     return kept

@@ -8,6 +8,8 @@ from megatron_rl.layouts.hf_config import ConfigReader
 class DeepseekV3(SigmoidExperts):
     model_type = "deepseek_v3"
     causal_lm = "DeepseekV3ForCausalLM"
+    # transformers 5 leaves them out; vLLM then builds a router without the selection bias.
+    written_out = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # noqa: RUF012 - never changed
     default_max_positions = 4096
     default_first_sparse_layer = 3
     default_groups = (8, 4)

@@ -17,6 +17,8 @@ class Family(ABC):
     model_type: str
     causal_lm: str
     """Name of the class in the config's `architectures`: a checkpoint with another head has other tensors."""
+    written_out: Mapping[str, Any] = {}
+    """Keys that a written config.json states, because a server looks for them and not every source does."""
 
     @abstractmethod
     def architecture(self, hf_config: Mapping[str, Any]) -> ModelArchitecture:
