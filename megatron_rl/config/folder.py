@@ -9,7 +9,8 @@ from megatron_rl.config.tree import Config
 
 @dataclass(frozen=True)
 class RunFolder:
-    """RUN/: config.toml, model/, spool/, checkpoints/, logs/, metrics.jsonl, tensorboard/, rollouts/, summary.json, export/."""
+    """RUN/: config.toml, model/, spool/, checkpoints/, logs/, metrics.jsonl, tensorboard/, rollouts/, fingerprints/, replays/,
+    summary.json, export/."""
 
     path: Path
 
@@ -28,6 +29,11 @@ class RunFolder:
         return self.path / "supervised"
 
     @property
+    def supervised_seal(self) -> Path:
+        """What made the supervised start; there once `supervised` is whole."""
+        return self.path / "supervised.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -38,6 +44,16 @@ class RunFolder:
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def fingerprints(self) -> Path:
+        """Checksums of the trainer's state after each step."""
+        return self.path / "fingerprints"
+
+    @property
+    def replays(self) -> Path:
+        """A folder for each `megatron-rl replay`: its configuration, logs and report."""
+        return self.path / "replays"
 
     @property
     def tensorboard(self) -> Path:

@@ -26,6 +26,9 @@ class Run(Section):
     """auto: cuda where the NVIDIA driver is loaded, else cpu."""
     deterministic: bool = False
     """Refuse every operation whose result could differ from run to run."""
+    fingerprints: bool | None = None
+    """Record a checksum of every tensor after each step, so that `megatron-rl replay` can name the first one that differs.
+    None: exactly when the run is deterministic."""
 
 
 class Model(Section):

@@ -55,6 +55,11 @@ class Config(Section):
         return self.layout.tensor > 1 if asked is None else asked
 
     @property
+    def fingerprints(self) -> bool:
+        asked = self.run.fingerprints
+        return self.run.deterministic if asked is None else asked
+
+    @property
     def sampling(self) -> Sampling:
         r = self.rollouts
         return Sampling(temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, max_new_tokens=r.max_new_tokens)

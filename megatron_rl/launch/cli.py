@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_rl.config import ConfigError, check_startable, load_config, run_folder
+from megatron_rl.config import ConfigError, RunFolder, check_startable, load_config, run_folder
 from megatron_rl.processes import PortError, ProcessError
 
 app = typer.Typer(
@@ -50,6 +50,26 @@ def train(
         folder = run_folder(loaded)
         check_startable(folder, resume)
         run_locally(loaded, folder, resume)
+
+
+@app.command(context_settings=Overrides)
+def replay(
+    context: typer.Context,
+    run_dir: Annotated[Path, typer.Argument(help="The folder of a run, for example runs/tiny-moe-cpu.", show_default=False)],
+    from_step: Annotated[int, typer.Option(help="Step to begin with: 0, or one that a kept checkpoint stands before.", show_default=False)],
+    steps: Annotated[int | None, typer.Option(help="How many steps; all that are recorded, if not given.", show_default=False)] = None,
+) -> None:
+    """Train recorded steps again, without servers, and name the first tensor that differs from what was recorded.
+
+    Further words override the run's configuration, for example `--layout.expert 1`: at another layout sums are taken in another
+    order, and what differs is shown with its size. The status is 0 only if every step came out as recorded.
+    """
+    from megatron_rl.launch.replay import replay_run
+
+    with _user_errors():
+        equal = replay_run(RunFolder(run_dir), context.args, from_step, steps, typer.echo)
+    if not equal:
+        raise typer.Exit(1)
 
 
 @convert.command("hf-to-megatron")

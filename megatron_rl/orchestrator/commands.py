@@ -1,7 +1,8 @@
 """What the processes of a run on one machine are started with: pure functions of config and folder, printed by a dry run."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.processes import Command
@@ -29,12 +30,24 @@ def worker_process(folder: RunFolder, environment: Mapping[str, str]) -> Command
 
 
 def trainer_processes(config: Config, folder: RunFolder, rendezvous_port: int, environment: Mapping[str, str], resume: bool) -> list[Command]:
+    argv = [sys.executable, "-m", "megatron_rl.trainer", str(folder.path), *(["--resume"] if resume else [])]
+    return rank_processes("trainer", argv, config, folder.logs, rendezvous_port, environment)
+
+
+def replay_processes(config: Config, folder: RunFolder, scratch: RunFolder, first: int, steps: int, rendezvous_port: int) -> list[Command]:
+    """The ranks of a replay: `folder` is the run's, `scratch` holds the configuration of the replay and takes what it writes."""
+    argv = [sys.executable, "-m", "megatron_rl.trainer.replay", str(folder.path), str(scratch.path), str(first), str(steps)]
+    return rank_processes("replay", argv, config, scratch.logs, rendezvous_port, {"HF_HUB_OFFLINE": "1"})
+
+
+def rank_processes(
+    name: str, argv: Sequence[str], config: Config, logs: Path, rendezvous_port: int, environment: Mapping[str, str]
+) -> list[Command]:
     """One process a rank; ranks find one another by torch's environment variables, as torchrun and Slurm set them too."""
     world = config.layout.world_size
     threads = str(config.trainer.threads_per_rank)
-    argv = [sys.executable, "-m", "megatron_rl.trainer", str(folder.path), *(["--resume"] if resume else [])]
     shared = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous_port), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": threads}
     return [
-        Command(f"trainer-{rank}", argv, folder.logs / f"trainer-{rank}.log", {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        Command(f"{name}-{rank}", argv, logs / f"{name}-{rank}.log", {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(world)
     ]

@@ -9,22 +9,24 @@
 import logging
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 
 from megatron_rl.batching import Microbatch, Spool, microbatches_for, split_step
-from megatron_rl.config import RunFolder
+from megatron_rl.config import Config, RunFolder
 from megatron_rl.engine import build_engine, start_process
 from megatron_rl.engine.optimizer import learning_rate
 from megatron_rl.metrics import Metric, merge, to_floats
 from megatron_rl.objective import Denominators, PolicyLoss
 from megatron_rl.records import StepPlan
+from megatron_rl.trainer.fingerprint import Fingerprint, checksums
 from megatron_rl.trainer.model_folder import assembly_options, open_model
 from megatron_rl.trainer.probe import Prober
 from megatron_rl.trainer.publisher import Publisher
-from megatron_rl.trainer.ranks import gather, share, the_rank
+from megatron_rl.trainer.ranks import gather, gather_on_first, share, the_rank
 from megatron_rl.trainer.saving import load_checkpoint, save_checkpoint, write_policy
-from megatron_rl.trainer.steering import steering_from_environment
+from megatron_rl.trainer.steering import Steering, steering_from_environment
 from megatron_rl.trainer.supervised import SupervisedStart
 from megatron_rl.wire.control import Order, SavedReport, StepReport
 
@@ -33,8 +35,9 @@ logger = logging.getLogger(__name__)
 
 def train(folder: RunFolder, resume: bool) -> None:
     """The whole life of a trainer rank."""
-    trainer = Trainer(folder)
-    trainer.begin(resume)
+    trainer = Trainer(folder, folder.config(), steering_from_environment() if the_rank() == 0 else None)
+    latest = folder.latest_checkpoint() if resume else None
+    trainer.begin(latest[1] if latest else None)
     while (order := trainer.next_order()).kind != "stop":
         if order.kind == "sync":
             trainer.publish(order)
@@ -50,33 +53,40 @@ class BatchError(RuntimeError):
 
 
 class Trainer:
-    """One rank. `step` is the number of steps done, which is the version of the weights."""
+    """One rank. `step` is the number of steps done, which is the version of the weights.
 
-    def __init__(self, folder: RunFolder):
-        self.folder, self.config = folder, folder.config()
+    steering: rank 0's way to the orchestrator; None on the other ranks, and where a caller says what is trained.
+    """
+
+    def __init__(self, folder: RunFolder, config: Config, steering: Steering | None):
+        self.folder, self.config, self.steering = folder, config, steering
         self.groups = start_process(self.config, the_rank(), rendezvous="env://", local_rank=int(os.environ.get("LOCAL_RANK", "0")))
         model = open_model(folder.model)
         self.engine = build_engine(self.config, self.groups, model.config, model)
-        self.steering = steering_from_environment() if self.groups.rank == 0 else None
         self.spool = Spool(folder.path)
         self.options = assembly_options(self.config, self.engine)
         self.loss = PolicyLoss(self.config.objective)
         self.publisher = Publisher(self.config, self.engine, self.steering)
         self.prober = Prober(self)
         self.step = 0
+        self.fingerprint: Fingerprint | None = None
+        """Of the last step, where the config asks for it; on rank 0."""
         self._assemble_s = 0.0
         self._to_report: dict[str, float] = {}
         """Measured since the last step's report: the update of the servers and the probe belong to the step that follows them."""
 
-    def begin(self, resume: bool) -> None:
-        """From the latest checkpoint, or from the supervised start, or from the model as it is."""
-        latest = self.folder.latest_checkpoint() if resume else None
-        if self.loss.needs_reference or not latest:
-            SupervisedStart(self).run_or_load()
+    def begin(self, checkpoint: Path | None, *, recorded_start: bool = False) -> None:
+        """From a checkpoint, or from the supervised start, or from the model as it is.
+
+        recorded_start: take the start that the run's folder holds, whatever settings made it.
+        """
+        if self.loss.needs_reference or checkpoint is None:
+            start = SupervisedStart(self)
+            start.load() if recorded_start else start.run_or_load()
         if self.loss.needs_reference:
             self.engine.keep_reference()
-        if latest:
-            self.step = load_checkpoint(self.engine, latest[1])
+        if checkpoint is not None:
+            self.step = load_checkpoint(self.engine, checkpoint)
         logger.info("rank %d of %d begins at step %d", self.groups.rank, self.groups.layout.world_size, self.step)
 
     def next_order(self) -> Order:
@@ -90,10 +100,18 @@ class Trainer:
         self._to_report |= self.prober.score(self.step)
 
     def step_once(self, order: Order) -> None:
-        """One batch, in trainer.updates_per_step updates."""
+        metrics = self.train_plan(order.plan_file)
+        if self.steering:
+            if self.fingerprint:  # before the report: a step that counts as done has one
+                self.fingerprint.write(self.folder.fingerprints)
+            self.steering.report(StepReport(self.step - 1, {**self._to_report, **metrics}))
+        self._to_report = {}
+
+    def train_plan(self, plan_file: str) -> dict[str, float]:
+        """One batch, in trainer.updates_per_step updates; returns the step's metrics."""
         began = time.perf_counter()
-        plan = self.spool.read_plan(order.plan_file)
-        assert isinstance(plan, StepPlan) and plan.step == self.step, f"{order.plan_file} is no plan of step {self.step}"
+        plan = self.spool.read_plan(plan_file)
+        assert isinstance(plan, StepPlan) and plan.step == self.step, f"{plan_file} is no plan of step {self.step}"
         parts = split_step(plan, self.config.trainer.updates_per_step)
         self._assemble_s = time.perf_counter() - began
         batches = [self._assemble(part) for part in parts]
@@ -108,8 +126,12 @@ class Trainer:
             )
             for part, batch, of_old, of_reference in zip(parts, batches, old, reference, strict=True)
         ]
-        self._report(plan, _over_updates(updates), step_s=time.perf_counter() - began, score_s=scored - assembled)
+        metrics = _over_updates(updates)
+        if self.config.fingerprints:
+            metrics["fingerprint_s"] = self._take_fingerprint()
+        metrics |= self._times(plan, metrics, step_s=time.perf_counter() - began, score_s=scored - assembled)
         self.step += 1
+        return metrics
 
     def save(self) -> None:
         """The trainer's part of a checkpoint, under another name until the orchestrator has put its own part beside it."""
@@ -143,20 +165,26 @@ class Trainer:
     def _reference_logprobs(self, batch: list[Microbatch]) -> list[np.ndarray] | None:
         return [scores.log_probs for scores in self.engine.score_reference(batch)] if self.loss.needs_reference else None
 
-    def _report(self, plan: StepPlan, metrics: dict[str, float], *, step_s: float, score_s: float) -> None:
+    def _take_fingerprint(self) -> float:
+        """Returns the seconds that this rank's checksums took."""
+        began = time.perf_counter()
+        own = checksums(self.engine.state())
+        took_s = time.perf_counter() - began
+        if (of_all := gather_on_first(own)) is not None:
+            self.fingerprint = Fingerprint(self.step, self.config.layout.model_dump(), tuple(of_all))
+        return took_s
+
+    def _times(self, plan: StepPlan, metrics: dict[str, float], *, step_s: float, score_s: float) -> dict[str, float]:
         """overhead_share: of the work of a step (without waiting, without the update of the servers), what is neither Megatron's passes
-        nor the optimizer: reading, checking, packing, replay, loss, metrics."""
-        own_s = self._assemble_s + metrics["own_s"]
+        nor the optimizer: reading, checking, packing, replay, loss, metrics, fingerprints."""
+        own_s = self._assemble_s + metrics["own_s"] + metrics.get("fingerprint_s", 0.0)
         work_s = metrics["forward_backward_s"] + metrics["optimizer_s"] + score_s
         tokens = sum(entry.num_tokens for entry in plan.entries)
-        metrics |= {
+        logger.info("step %d: loss %.6g, grad norm %.4g, %.2f s", self.step, metrics.get("loss", 0.0), metrics["grad_norm"], step_s)
+        return {
             "step_s": step_s, "assemble_s": self._assemble_s, "score_s": score_s, "overhead_share": own_s / (own_s + work_s),
             "trainer_tokens_per_s": tokens / step_s,
         }  # fmt: skip
-        logger.info("step %d: loss %.6g, grad norm %.4g, %.2f s", self.step, metrics.get("loss", 0.0), metrics["grad_norm"], step_s)
-        if self.steering:
-            self.steering.report(StepReport(self.step, {**self._to_report, **metrics}))
-        self._to_report = {}
 
 
 def _over_updates(updates: list[dict[str, Metric]]) -> dict[str, float]:

@@ -26,3 +26,10 @@ def gather(value: T) -> Sequence[T]:
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def gather_on_first(value: T) -> Sequence[T] | None:
+    """Every rank's value, in the order of ranks, on rank 0; None on the others, which would only carry what they do not need."""
+    values: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
+    return values

@@ -30,7 +30,7 @@ class SupervisedStart:
         self._trainer = trainer
         self._section = trainer.config.supervised
         self._cache = trainer.folder.supervised
-        self._seal = self._cache.with_name("supervised.json")
+        self._seal = trainer.folder.supervised_seal
 
     def run_or_load(self) -> None:
         """Train, or take what the same settings gave before. Both ways the policy is read from the cache, so both give the same bits."""
@@ -39,7 +39,12 @@ class SupervisedStart:
         if not share(self._is_cached()):
             self._train()
             self._keep()
-        self._trainer.engine.load_weights(HfCheckpoint.open(self._cache))
+        self.load()
+
+    def load(self) -> None:
+        """What the run's folder holds of it."""
+        if self._section.steps:
+            self._trainer.engine.load_weights(HfCheckpoint.open(self._cache))
 
     def _train(self) -> None:
         t, loss = self._trainer, SupervisedLoss()

@@ -1,0 +1,106 @@
+"""Recorded steps trained again, on one rank: `python -m megatron_rl.trainer.replay RUN_DIR SCRATCH_DIR FIRST STEPS`.
+
+Nothing of the run is written. Rank 0 appends a comparison for each step to SCRATCH_DIR/report.jsonl.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_rl.batching import Spool
+from megatron_rl.config import RunFolder
+from megatron_rl.metrics import read_rows
+from megatron_rl.trainer.comparison import StepComparison, comparable, differing_metrics
+from megatron_rl.trainer.fingerprint import Fingerprint, TensorDifference
+from megatron_rl.trainer.loop import Trainer
+from megatron_rl.trainer.ranks import gather_on_first, share
+from megatron_rl.trainer.saving import load_checkpoint
+from megatron_rl.wire.control import encode
+
+REPORT = "report.jsonl"
+
+
+def replay(run: RunFolder, scratch: RunFolder, first: int, steps: int) -> None:
+    """Train the plans first, first + 1, ... from the state that the run had there, and compare each step with what was recorded."""
+    trainer = Trainer(run, scratch.config(), steering=None)
+    trainer.begin(run.checkpoint(first) if first else None, recorded_start=True)
+    for step in range(first, first + steps):
+        metrics = trainer.train_plan(Spool.plan_name(step))
+        comparison = compare(trainer, step, metrics)
+        if comparison is not None:
+            with open(scratch.path / REPORT, "ab") as report:
+                report.write(encode(comparison) + b"\n")
+
+
+def compare(trainer: Trainer, step: int, metrics: dict[str, float]) -> StepComparison | None:
+    """The step just trained beside its record; a collective. None on all ranks but the first.
+
+    By fingerprints where they were recorded at this layout. Where these differ, or are none, by the checkpoint behind the step, if
+    there is one: it is read at any layout, and tells how large a difference is.
+    """
+    recorded = Fingerprint.read(trainer.folder.fingerprints, step) if trainer.fingerprint else None
+    if recorded is not None and recorded.layout != trainer.config.layout.model_dump():
+        recorded = None
+    first = recorded.first_difference(trainer.fingerprint) if recorded is not None else None
+    behind = trainer.folder.checkpoint(step + 1)
+    wanted = share((recorded is None or first is not None) and behind.exists())
+    differences = differences_from(trainer, behind) if wanted else None
+    if trainer.groups.rank != 0:
+        return None
+    values = comparable(metrics)
+    rows = {row.step: row.values for row in read_rows(trainer.folder.metrics_file)}
+    of_metrics = {"metrics": differing_metrics(rows[step], values), "num_metrics": len(values.keys() & rows[step].keys())}
+    if recorded is not None:
+        size = differences[first.rank].get(first.name) if first and differences else None
+        return StepComparison(step, "fingerprints", first, size, recorded.num_tensors, **of_metrics)
+    if differences is not None:
+        first, size = _first_of(differences)
+        return StepComparison(step, "checkpoint", first, size, sum(map(len, differences)), **of_metrics)
+    return StepComparison(step, "metrics", **of_metrics)
+
+
+@torch.no_grad()
+def differences_from(trainer: Trainer, checkpoint: Path) -> Sequence[dict[str, float]] | None:
+    """Of each rank, tensor name to the largest absolute difference between the trainer's state and the checkpoint's. A collective.
+
+    The state is as before afterwards. It is kept on the host meanwhile, so that the device needs no second copy.
+    """
+    own = {name: tensor.cpu().clone() for name, tensor in trainer.engine.state()}
+    load_checkpoint(trainer.engine, checkpoint)
+    found = {}
+    for name, tensor in trainer.engine.state():
+        found[name] = _largest(own[name], tensor.cpu())
+        tensor.copy_(own[name])
+    return gather_on_first(found)
+
+
+def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Infinity where a NaN stands on one side."""
+    difference = (a.double() - b.double()).abs()
+    return float(torch.where(torch.isnan(difference), torch.inf, difference).max())
+
+
+def _first_of(differences: Sequence[dict[str, float]]) -> tuple[TensorDifference | None, float | None]:
+    different = [
+        (place, rank, name, size)
+        for rank, sizes in enumerate(differences)
+        for place, (name, size) in enumerate(sizes.items())
+        if size
+    ]
+    if not different:
+        return None, None
+    _, rank, name, size = min(different)
+    return TensorDifference(name, rank, len(different)), size
+
+
+def main(arguments: Sequence[str]) -> None:
+    run, scratch, first, steps = arguments
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    replay(RunFolder(Path(run)), RunFolder(Path(scratch)), int(first), int(steps))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
