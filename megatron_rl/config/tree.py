@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from megatron_rl.config.sampling import Sampling
 from megatron_rl.config.sections import (
     Checkpoint,
     LayoutSection,
@@ -21,7 +22,6 @@ from megatron_rl.config.sections import (
     Trainer,
     WeightSync,
 )  # fmt: skip
-from megatron_rl.records import Sampling
 from megatron_rl.topology import Layout
 
 

@@ -1,8 +1,9 @@
 """All that crosses a process boundary: frozen dataclasses, their files and their checks."""
 
+from megatron_rl.config.sampling import Sampling
 from megatron_rl.records.errors import ContractError
 from megatron_rl.records.payload import Payload, PayloadError, write_atomically, write_payload
-from megatron_rl.records.rollout import ModelContract, Rollout, Sampling, check_keep_mass, check_keep_sets, check_rollout
+from megatron_rl.records.rollout import ModelContract, Rollout, check_keep_mass, check_keep_sets, check_rollout
 from megatron_rl.records.steering import GroupResult, GroupTask, PlanEntry, RolloutSummary, StepPlan
 
 __all__ = [

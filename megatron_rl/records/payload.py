@@ -11,7 +11,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from megatron_rl.records.rollout import Rollout, Sampling
+from megatron_rl.config.sampling import Sampling
+from megatron_rl.records.rollout import Rollout
 
 _ARRAYS = ("prompt_ids", "completion_ids", "logprobs", "keep_ids", "keep_offsets", "routed_experts", "policy_versions", "loss_mask")
 _DTYPES = {

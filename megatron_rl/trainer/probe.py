@@ -2,33 +2,30 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from megatron_rl.batching import Microbatch, microbatches_for
+from megatron_rl.batching import AssemblyOptions, Microbatch, microbatches_for
+from megatron_rl.engine.engine import Scores
 from megatron_rl.metrics import Metric, merge, to_floats
 from megatron_rl.objective import Denominators, mismatch_metrics, token_batch
 from megatron_rl.records import StepPlan
+from megatron_rl.trainer.rank import TrainerRank
 from megatron_rl.trainer.ranks import gather, share
 from megatron_rl.wire.control import ProbeReport
-
-if TYPE_CHECKING:
-    from megatron_rl.engine.engine import Scores
-    from megatron_rl.trainer.loop import Trainer
 
 
 class Prober:
     """Scores a probe twice where a replay is switched off: as the objective scores (the metrics), and with every replay on (the verdict)."""
 
-    def __init__(self, trainer: "Trainer"):
-        self._trainer = trainer
-        self._faithful = replace(trainer.options, keep_set_replay=True, routing_replay=True)
+    def __init__(self, rank: TrainerRank):
+        self._rank = rank
+        self._faithful = replace(rank.options, keep_set_replay=True, routing_replay=True)
 
     def score(self, version: int) -> dict[str, float]:
         """Ask for the probe of this version, score it, report each rollout's distance; returns probe/... metrics, none without a probe."""
-        t = self._trainer
+        t = self._rank
         name = share(t.steering and t.steering.probe_plan(version, t.config.servers.request_timeout_s))
         if not name:
             return {}
@@ -41,8 +38,8 @@ class Prober:
             t.steering.report(ProbeReport(version, distances))
         return {f"probe/{name}": value for name, value in metrics.items()}
 
-    def _score(self, plan: StepPlan, options) -> tuple[dict[str, float], dict[str, float]]:
-        t = self._trainer
+    def _score(self, plan: StepPlan, options: AssemblyOptions) -> tuple[dict[str, float], dict[str, float]]:
+        t = self._rank
         microbatches = microbatches_for(plan, t.spool, t.groups.layout, t.groups.coords, options)
         scores = t.engine.score(microbatches)
         # Ranks of one data-parallel replica hold the same scores: one of them speaks.
@@ -52,14 +49,14 @@ class Prober:
         return to_floats(merge([m for m, _ in everywhere])), {uid: d for _, part in everywhere for uid, d in part.items()}
 
 
-def _mismatch(microbatches: Sequence[Microbatch], scores: "Sequence[Scores]", plan: StepPlan) -> dict[str, Metric]:
+def _mismatch(microbatches: Sequence[Microbatch], scores: Sequence[Scores], plan: StepPlan) -> dict[str, Metric]:
     denominators = Denominators.of(plan)
     return merge(
         mismatch_metrics(torch.from_numpy(s.log_probs), token_batch(m, denominators)).metrics() for m, s in zip(microbatches, scores, strict=True)
     )
 
 
-def _distances(microbatches: Sequence[Microbatch], scores: "Sequence[Scores]", plan: StepPlan) -> dict[str, float]:
+def _distances(microbatches: Sequence[Microbatch], scores: Sequence[Scores], plan: StepPlan) -> dict[str, float]:
     """Uid to mean |log p_trainer - log p_rollout| over its loss tokens."""
     distances = {}
     for m, s in zip(microbatches, scores, strict=True):
