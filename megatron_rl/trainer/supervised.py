@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-from typing import TYPE_CHECKING
 
 from megatron_rl.batching import SupervisedExample, SupervisedPlan, supervised_microbatches
 from megatron_rl.config import Config
@@ -11,12 +10,10 @@ from megatron_rl.conversion import HfCheckpoint
 from megatron_rl.metrics import to_floats
 from megatron_rl.objective import Denominators, SupervisedLoss
 from megatron_rl.tasks import TextEncoder, load_task
+from megatron_rl.trainer.rank import TrainerRank
 from megatron_rl.trainer.ranks import share
 from megatron_rl.trainer.saving import write_policy
 from megatron_rl.wire.control import Progress
-
-if TYPE_CHECKING:
-    from megatron_rl.trainer.loop import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +23,11 @@ FINAL_RATE = 0.1
 
 
 class SupervisedStart:
-    def __init__(self, trainer: "Trainer"):
-        self._trainer = trainer
-        self._section = trainer.config.supervised
-        self._cache = trainer.folder.supervised
-        self._seal = trainer.folder.supervised_seal
+    def __init__(self, rank: TrainerRank):
+        self._rank = rank
+        self._section = rank.config.supervised
+        self._cache = rank.folder.supervised
+        self._seal = rank.folder.supervised_seal
 
     def run_or_load(self) -> None:
         """Train, or take what the same settings gave before. Both ways the policy is read from the cache, so both give the same bits."""
@@ -44,10 +41,10 @@ class SupervisedStart:
     def load(self) -> None:
         """What the run's folder holds of it."""
         if self._section.steps:
-            self._trainer.engine.load_weights(HfCheckpoint.open(self._cache))
+            self._rank.engine.load_weights(HfCheckpoint.open(self._cache))
 
     def _train(self) -> None:
-        t, loss = self._trainer, SupervisedLoss()
+        t, loss = self._rank, SupervisedLoss()
         task = load_task(t.config.task, t.config.run.seed + 1)  # prompts of its own: RL begins with prompts that were never shown
         encoder = TextEncoder(t.folder.model, t.config.task)
         for step in range(self._section.steps):
@@ -72,21 +69,21 @@ class SupervisedStart:
         if done % REPORT_EVERY and done != self._section.steps:
             return False
         logger.info("supervised step %d: loss %.4f", step, metrics["loss"])
-        answer = self._trainer.steering and self._trainer.steering.report(Progress("supervised", done, self._section.steps, metrics))
+        answer = self._rank.steering and self._rank.steering.report(Progress("supervised", done, self._section.steps, metrics))
         return share(bool(answer and answer.stop))
 
     def _keep(self) -> None:
         """The policy as a Hugging Face folder, and what made it: a folder without its seal is not whole."""
-        t = self._trainer
+        t = self._rank
         write_policy(t.engine, self._cache, t.folder.model)
         if t.groups.rank == 0:
             self._seal.write_text(json.dumps({"made_by": _digest(t.config)}))
 
     def _is_cached(self) -> bool:
         """Known by rank 0 alone."""
-        if self._trainer.groups.rank != 0 or not self._seal.exists():
+        if self._rank.groups.rank != 0 or not self._seal.exists():
             return False
-        return json.loads(self._seal.read_text())["made_by"] == _digest(self._trainer.config)
+        return json.loads(self._seal.read_text())["made_by"] == _digest(self._rank.config)
 
 
 def _digest(config: Config) -> str:
