@@ -9,7 +9,8 @@ usual `if __name__ == "__main__"` guard.
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 
 from megatron_rl.engine.optimizer import align_step_counts, separate_step_counts
 from megatron_rl.layouts import ModelArchitecture
@@ -61,7 +64,39 @@ def load_checkpoint(
 def _sharded_state(models: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, *, is_loading: bool) -> ShardedStateDict:
     align_step_counts(optimizer)
     state: ShardedStateDict = {f"model{number}": model.module.sharded_state_dict(metadata=dict(_CONTENT)) for number, model in enumerate(models)}
-    return state | {"optimizer": optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=dict(_CONTENT))}
+    with _padding_between_buckets():
+        return state | {"optimizer": optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=dict(_CONTENT))}
+
+
+@contextmanager
+def _padding_between_buckets() -> Iterator[None]:
+    """Megatron gathers the optimizer's states without the padding between the buckets of a buffer, and then cuts them where the
+    parameters lie with the padding (0.16.1 and 0.19.2): all that comes after the first bucket is saved shifted. A tied embedding
+    on several stages has a bucket of its own. Here the padding is put back before the cut."""
+    gather = DistributedOptimizer.get_parameter_state_dp_zero
+
+    def with_padding(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> dict | None:
+        state = gather(self, *args, **kwargs)
+        for number, buffer in enumerate(self.buffers if state else []):
+            for tensors in state[number].values():
+                tensors.update({name: _spread(flat, buffer) for name, flat in tensors.items() if isinstance(flat, Tensor)})
+        return state
+
+    DistributedOptimizer.get_parameter_state_dp_zero = with_padding
+    try:
+        yield
+    finally:
+        DistributedOptimizer.get_parameter_state_dp_zero = gather
+
+
+def _spread(flat: Tensor, buffer: Any) -> Tensor:
+    """Of one state, the elements of all buckets one after the other, to where the buckets lie in the buffer."""
+    if len(buffer.buckets) == 1:
+        return flat
+    spread = flat.new_zeros(buffer.numel)
+    for bucket, part in zip(buffer.buckets, flat.split([bucket.numel_unpadded for bucket in buffer.buckets]), strict=True):
+        spread[bucket.offset : bucket.offset + bucket.numel_unpadded] = part
+    return spread
 
 
 def _check_content(folder: Path, architecture: dict[str, Any], dtype: str) -> None:
