@@ -26,7 +26,9 @@ def start_process(config: "Config", rank: int, *, rendezvous: str, local_rank: i
     return groups.start_process(config, rank, rendezvous=rendezvous, local_rank=local_rank)
 
 
-def build_engine(config: "Config", groups: "ParallelGroups", hf_config: Mapping[str, Any], weights: "Mapping[str, Tensor]") -> "Engine":
+def build_engine(
+    config: "Config", groups: "ParallelGroups", hf_config: Mapping[str, Any], weights: "Mapping[str, Tensor]"
+) -> "Engine":
     """The policy of `hf_config` with these weights, laid out as `groups` says, with an optimizer at its beginning."""
     from megatron_rl.engine.engine import Engine
 

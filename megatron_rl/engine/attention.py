@@ -1,5 +1,6 @@
 """Core attention on the CPU: packed sequences, grouped queries, causal; the reference for Transformer Engine's on a GPU."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,13 +30,20 @@ class PackedAttention(torch.nn.Module):
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, packed_seq_params: PackedSeqParams | None = None, **_: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
     ) -> Tensor:
-        """query [N, heads, d], key [N, groups, d], value [N, groups, dv], each sequence attending to itself; returns [N, heads, dv]."""
+        """query [N, heads, d], key [N, groups, d], value [N, groups, dv], each sequence attending to itself; returns [N,
+        heads, dv]."""
         if packed_seq_params is None:
             raise ValueError("this attention works on packed sequences alone: pass packed_seq_params")
         ends = packed_seq_params.cu_seqlens_q.tolist()
-        segments = [slice(start, end) for start, end in zip(ends, ends[1:]) if end > start]
+        segments = [slice(start, end) for start, end in pairwise(ends) if end > start]
         attend = self._attend if self.softmax_offset is None else self._attend_with_sinks
         return torch.cat([attend(query[s], key[s], value[s]) for s in segments])
 

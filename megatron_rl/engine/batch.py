@@ -61,7 +61,9 @@ def _scores(name: str, values: np.ndarray | None, microbatch: Microbatch, device
     if values is None:
         return None
     if values.shape != microbatch.tokens.shape:
-        raise ValueError(f"{name} has shape {values.shape}; it has one value for each of the {microbatch.num_positions} positions")
+        raise ValueError(
+            f"{name} has shape {values.shape}; it has one value for each of the {microbatch.num_positions} positions"
+        )
     return _tensor(values, torch.float32, device)
 
 

@@ -3,8 +3,8 @@
 The policy's randomness is not part of it: weights are drawn by name before the first step, and nothing drops out afterwards.
 Megatron keeps names and settings as pickled objects beside the tensors, so that a folder must come from a run of one's own.
 
-On a GPU Megatron starts helper processes while it saves, and these import the main module again: the program that trains needs the
-usual `if __name__ == "__main__"` guard.
+On a GPU Megatron starts helper processes while it saves, and these import the main module again: the program that trains needs
+the usual `if __name__ == "__main__"` guard.
 """
 
 import os
@@ -26,8 +26,13 @@ from torch import Tensor
 from megatron_rl.engine.optimizer import align_step_counts, separate_step_counts
 from megatron_rl.layouts import ModelArchitecture
 
-_CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True, "non_homogeneous_layers": True}
-"""The optimizer's state is cut like the model's parameters, under their names, independent of the layout; each layer has keys of its own."""
+_CONTENT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "non_homogeneous_layers": True,
+}
+"""The optimizer's state is cut like the model's parameters, under their names, independent of the layout; each layer has keys
+of its own."""
 
 
 class CheckpointError(RuntimeError):
@@ -35,7 +40,12 @@ class CheckpointError(RuntimeError):
 
 
 def save_checkpoint(
-    folder: Path, models: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, architecture: ModelArchitecture, dtype: str, step: int
+    folder: Path,
+    models: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    architecture: ModelArchitecture,
+    dtype: str,
+    step: int,
 ) -> None:
     """Write aside, then rename: a folder under its final name is whole. All ranks call it; all return when it is there."""
     aside = folder.with_name(f".{folder.name}.part")
@@ -47,7 +57,11 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: Path, models: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, architecture: ModelArchitecture, dtype: str
+    folder: Path,
+    models: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    architecture: ModelArchitecture,
+    dtype: str,
 ) -> int:
     """Fill model and optimizer; returns the step. CheckpointError for a folder that is not whole, or of another model."""
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
@@ -61,9 +75,13 @@ def load_checkpoint(
     return int(state["step"])
 
 
-def _sharded_state(models: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, *, is_loading: bool) -> ShardedStateDict:
+def _sharded_state(
+    models: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, *, is_loading: bool
+) -> ShardedStateDict:
     align_step_counts(optimizer)
-    state: ShardedStateDict = {f"model{number}": model.module.sharded_state_dict(metadata=dict(_CONTENT)) for number, model in enumerate(models)}
+    state: ShardedStateDict = {
+        f"model{number}": model.module.sharded_state_dict(metadata=dict(_CONTENT)) for number, model in enumerate(models)
+    }
     with _padding_between_buckets():
         return state | {"optimizer": optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=dict(_CONTENT))}
 

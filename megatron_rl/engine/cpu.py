@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 import torch.utils._device
+from torch import Tensor
 
 _CHECKED_VERSIONS = ("0.16.", "0.19.")
 
 _FACTORIES = (
-    "arange", "empty", "empty_like", "eye", "full", "full_like", "ones", "ones_like", "rand", "randn", "tensor", "zeros", "zeros_like",
+    "arange", "empty", "empty_like", "eye", "full", "full_like", "ones", "ones_like", "rand", "randn", "tensor", "zeros",
+    "zeros_like",
 )  # fmt: skip
 """Functions of torch that Megatron calls with a literal device="cuda"."""
 
@@ -146,12 +147,15 @@ def _mend_megatron() -> None:
     # all_to_all takes its split sizes as numbers; Megatron turns the tensors of sizes into such only where they are on a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_host_values
     # A checkpoint keeps the step count of PyTorch's AdamW beside the parameters' states, but loading looks for it among them.
-    DistributedOptimizer._set_main_param_and_optimizer_states = _keeps_step(DistributedOptimizer._set_main_param_and_optimizer_states)
-    # Experts cut over ranks (etp > 1) exchange as many rows as each rank happens to have: Gloo gathers and scatters equal parts only.
+    DistributedOptimizer._set_main_param_and_optimizer_states = _keeps_step(
+        DistributedOptimizer._set_main_param_and_optimizer_states
+    )
+    # Experts cut over ranks (etp > 1) exchange as many rows as each rank happens to have: Gloo gathers and scatters equal
+    # parts only.
     mappings._gather_along_first_dim = _gathers_uneven_parts(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _scatters_uneven_parts(mappings._reduce_scatter_along_first_dim)
-    # The results of writing a checkpoint come back through a manager process, a new Python for each rank, which a synchronous save
-    # does not need: it takes seconds to start, and imports the main module again.
+    # The results of writing a checkpoint come back through a manager process, a new Python for each rank, which a synchronous
+    # save does not need: it takes seconds to start, and imports the main module again.
     filesystem_async._results_queue = queue.Queue()
 
 
@@ -171,7 +175,9 @@ def _keeps_step(set_states: Callable) -> Callable:
 
 def _gathers_uneven_parts(gather: Callable) -> Callable:
     @functools.wraps(gather)
-    def wrapped(input_: Tensor, group: dist.ProcessGroup, output_split_sizes: list[int] | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    def wrapped(
+        input_: Tensor, group: dist.ProcessGroup, output_split_sizes: list[int] | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, *args, **kwargs)
         copies = input_.repeat(group.size(), *[1] * (input_.dim() - 1))
@@ -182,7 +188,9 @@ def _gathers_uneven_parts(gather: Callable) -> Callable:
 
 def _scatters_uneven_parts(scatter: Callable) -> Callable:
     @functools.wraps(scatter)
-    def wrapped(input_: Tensor, group: dist.ProcessGroup, input_split_sizes: list[int] | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    def wrapped(
+        input_: Tensor, group: dist.ProcessGroup, input_split_sizes: list[int] | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         if input_split_sizes is None or group.size() == 1:
             return scatter(input_, group, input_split_sizes, *args, **kwargs)
         own = input_split_sizes[group.rank()]

@@ -44,7 +44,9 @@ class Engine:
     weights: Hugging Face names to tensors (an HfCheckpoint): of each tensor only this rank's part is read.
     """
 
-    def __init__(self, config: Config, groups: ParallelGroups, hf_config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, config: Config, groups: ParallelGroups, hf_config: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> None:
         self.config, self.groups = config, groups
         self.backend = Backend.of(groups.device)
         padded = groups.layout.padded_vocab_size(hf_config["vocab_size"])
@@ -60,13 +62,16 @@ class Engine:
         self._optimizer = build_optimizer(config, self._models)
         self._schedule = Schedule(self._models, self._replay, groups)
         self._last_chunk = chunks[-1]
-        self._head = Head(self.table.architecture.vocab_size, groups.tp, config.sequence_parallel, config.metrics.entropy_full_tokens)
+        self._head = Head(
+            self.table.architecture.vocab_size, groups.tp, config.sequence_parallel, config.metrics.entropy_full_tokens
+        )
         self._clock = Clock(groups.device)
         self._reference: dict[tuple[int, str], Tensor] | None = None
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """This rank's MoE layers by their number among the model's, in the order of its routers: what `routed_experts` has to hold."""
+        """This rank's MoE layers by their number among the model's, in the order of its routers: what `routed_experts` has to
+        hold."""
         moe, layout = self.table.architecture.moe_layers, self.groups.layout
         own = layout.layers_of_stage(self.table.architecture.num_layers, self.groups.coords.pp)
         return tuple(moe.index(layer) for layer in own if layer in moe)
@@ -82,8 +87,8 @@ class Engine:
     ) -> dict[str, Metric]:  # fmt: skip
         """One optimizer update; returns the loss's metrics over the whole step and the step's own, the same on every rank.
 
-        microbatches: this data-parallel rank's, as many as every other's. old_logprobs, reference_logprobs: of each microbatch, from
-        `score`. step: named in errors. Raises NonFiniteGradientError before the weights change.
+        microbatches: this data-parallel rank's, as many as every other's. old_logprobs, reference_logprobs: of each
+        microbatch, from `score`. step: named in errors. Raises NonFiniteGradientError before the weights change.
         """
         began = time.perf_counter()
         with self._clock:
@@ -105,7 +110,8 @@ class Engine:
         return {**self._over_ranks(metrics, timings), **rates}
 
     def score(self, microbatches: Sequence[Microbatch]) -> list[Scores]:
-        """Log-probabilities and entropies under the current weights, for this rank's microbatches, on every rank of its pipeline."""
+        """Log-probabilities and entropies under the current weights, for this rank's microbatches, on every rank of its
+        pipeline."""
         prepared = self._prepare(microbatches, None, None)
         kept = self._schedule.run(prepared, self._scored, forward_only=True)
         flat = torch.zeros(2, sum(m.num_positions for m in microbatches), device=self.groups.device)
@@ -143,15 +149,19 @@ class Engine:
         return load_checkpoint(folder, self._models, self._optimizer, self.table.architecture, self.config.model.dtype)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of all that a step changes, weights and optimizer, by name and in the order of the model; no collective."""
+        """This rank's part of all that a step changes, weights and optimizer, by name and in the order of the model; no
+        collective."""
         return state_tensors(((held.parameter.name, self._parameter(held)) for held in self._held), self._optimizer)
 
     def hf_tensors(self) -> HfTensors:
         """The policy under Hugging Face names, gathered to rank 0 as it is iterated, in the model's dtype."""
-        return HfTensors(self.placement, self.groups.rank, self.groups.device, getattr(torch, self.config.model.dtype), self._parameter)
+        return HfTensors(
+            self.placement, self.groups.rank, self.groups.device, getattr(torch, self.config.model.dtype), self._parameter
+        )
 
     def full_gradients(self, microbatches: Sequence[Microbatch], loss: Loss, denominators: Denominators) -> HfTensors:
-        """Gradients of the step's loss, fp32, under Hugging Face names, gathered to rank 0 as they are iterated. No update is made.
+        """Gradients of the step's loss, fp32, under Hugging Face names, gathered to rank 0 as they are iterated. No update is
+        made.
 
         They are overwritten by the next step. For tests and checks: the whole gradient lies on every data-parallel rank.
         """
@@ -176,7 +186,9 @@ class Engine:
     ) -> list[DeviceMicrobatch]:
         nothing = [None] * len(microbatches)
         return [
-            to_device(microbatch, self.groups.device, self._routes(microbatch), old_logprobs=of_old, reference_logprobs=of_reference)
+            to_device(
+                microbatch, self.groups.device, self._routes(microbatch), old_logprobs=of_old, reference_logprobs=of_reference
+            )
             for microbatch, of_old, of_reference in zip(microbatches, old or nothing, reference or nothing, strict=True)
         ]
 

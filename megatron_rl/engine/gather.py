@@ -25,12 +25,17 @@ class TensorInfo:
 class HfTensors:
     """All tensors of the model, in the table's order; can be iterated again, and then gives the values of that moment.
 
-    Iterating is a collective: every rank goes through all of it, rank 0 gets (name, tensor) and the others (name, None). The tensor
-    may be a view of a buffer that is used again: it is valid until the next one is asked for.
+    Iterating is a collective: every rank goes through all of it, rank 0 gets (name, tensor) and the others (name, None). The
+    tensor may be a view of a buffer that is used again: it is valid until the next one is asked for.
     """
 
     def __init__(
-        self, placement: Placement, rank: int, device: torch.device, dtype: torch.dtype, shard_of: Callable[[HeldParameter], Tensor]
+        self,
+        placement: Placement,
+        rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        shard_of: Callable[[HeldParameter], Tensor],
     ) -> None:
         self._placement, self._rank, self._device, self._dtype, self._shard_of = placement, rank, device, dtype, shard_of
         self._held = {held.parameter.name: held for held in placement.held_by(rank).values() if not held.is_tied_copy}
@@ -38,7 +43,10 @@ class HfTensors:
     @property
     def metadata(self) -> list[TensorInfo]:
         """Known on every rank, without communication."""
-        return [TensorInfo(tensor.name, tensor.shape, tensor.dtype or self._dtype) for tensor in self._placement.table.hf_tensors.values()]
+        return [
+            TensorInfo(tensor.name, tensor.shape, tensor.dtype or self._dtype)
+            for tensor in self._placement.table.hf_tensors.values()
+        ]
 
     def __len__(self) -> int:
         return len(self._placement.table.hf_tensors)
@@ -81,7 +89,10 @@ class HfTensors:
             return {}
         own = {held.parameter.name: self._shard_of(held).detach() for held in mine}
         received = {owner: self._receive(bucket, owner) for owner in self._senders(bucket)}
-        return {p.name: [own[p.name] if owner == 0 else received[owner][p.name] for owner in self._placement.owners(p)] for p in bucket}
+        return {
+            p.name: [own[p.name] if owner == 0 else received[owner][p.name] for owner in self._placement.owners(p)]
+            for p in bucket
+        }
 
     def _senders(self, bucket: Sequence[Parameter]) -> list[int]:
         return sorted({owner for parameter in bucket for owner in self._placement.owners(parameter)} - {0})

@@ -1,6 +1,5 @@
 """The start of a trainer process: torch.distributed, Megatron's process groups, seeds, threads and determinism."""
 
-import logging
 import math
 import os
 import random
@@ -16,8 +15,6 @@ import torch.distributed as dist
 from megatron_rl.config import Config
 from megatron_rl.engine import cpu
 from megatron_rl.topology import Layout, RankCoords
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,8 @@ def choose_device(local_rank: int = 0) -> torch.device:
 
 
 def set_determinism(deterministic: bool) -> None:
-    """Refuse every operation whose result could differ from run to run; before the first of them and before any model is built."""
+    """Refuse every operation whose result could differ from run to run; before the first of them and before any model is
+    built."""
     if deterministic:
         # Read by cuBLAS, NCCL and Transformer Engine when they start.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -81,14 +79,23 @@ def set_determinism(deterministic: bool) -> None:
 
 
 def _check_environment() -> None:
-    required = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_ALGO": ("Ring",), "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",)}
-    wrong = [f"{name}={os.environ[name]} (allowed: {', '.join(values)})" for name, values in required.items() if os.environ[name] not in values]
+    required = {
+        "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+        "NCCL_ALGO": ("Ring",),
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+    }
+    wrong = [
+        f"{name}={os.environ[name]} (allowed: {', '.join(values)})"
+        for name, values in required.items()
+        if os.environ[name] not in values
+    ]
     if wrong:
         raise ValueError("run.deterministic = true, but the environment says " + "; ".join(wrong) + "; unset these variables")
 
 
 def build_groups(layout: Layout, device: torch.device, timeout_s: float, seed: int) -> ParallelGroups:
-    """Megatron's process groups for a layout, and its random states. torch.distributed runs already; all ranks call it together."""
+    """Megatron's process groups for a layout, and its random states. torch.distributed runs already; all ranks call it
+    together."""
     # Imported here: the package has to see the stand-in for CUDA, which choose_device puts in place.
     from megatron.core import parallel_state as ps
 
@@ -99,14 +106,17 @@ def build_groups(layout: Layout, device: torch.device, timeout_s: float, seed: i
     )  # fmt: skip
     coords = layout.coords_of(dist.get_rank())
     found = RankCoords(
-        rank=dist.get_rank(), tp=ps.get_tensor_model_parallel_rank(), cp=ps.get_context_parallel_rank(), dp=ps.get_data_parallel_rank(),
-        pp=ps.get_pipeline_model_parallel_rank(), etp=ps.get_expert_tensor_parallel_rank(), ep=ps.get_expert_model_parallel_rank(),
+        rank=dist.get_rank(), tp=ps.get_tensor_model_parallel_rank(), cp=ps.get_context_parallel_rank(),
+        dp=ps.get_data_parallel_rank(),
+        pp=ps.get_pipeline_model_parallel_rank(), etp=ps.get_expert_tensor_parallel_rank(),
+        ep=ps.get_expert_model_parallel_rank(),
         edp=ps.get_expert_data_parallel_rank(),
     )  # fmt: skip
     assert found == coords, f"Megatron places rank {coords.rank} at {found}, topology at {coords}"
     _seed(seed)
     return ParallelGroups(
-        layout=layout, coords=coords, device=device, tp=ps.get_tensor_model_parallel_group(), pp=ps.get_pipeline_model_parallel_group(),
+        layout=layout, coords=coords, device=device, tp=ps.get_tensor_model_parallel_group(),
+        pp=ps.get_pipeline_model_parallel_group(),
         cp=ps.get_context_parallel_group(), dp_cp=ps.get_data_parallel_group(with_context_parallel=True),
     )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""From the last stage's hidden states to log-probabilities, and from these to the loss; never to logits of the whole vocabulary."""
+"""From the last stage's hidden states to log-probabilities, and from these to the loss; never to logits of the whole
+vocabulary."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

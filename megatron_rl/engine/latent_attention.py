@@ -13,8 +13,9 @@ from torch import Tensor
 class ReplicatedLinear(torch.nn.Module):
     """A down projection that is whole on every tensor-parallel rank, and sees the rank's own slice of the tokens.
 
-    Megatron's local spec cuts it instead, and its gather has a split for backward: the gradient of the rotary key, which all heads
-    share, is then that of one rank's heads (off by a quarter at TP = 2, without a word). Transformer Engine's spec replicates it, too.
+    Megatron's local spec cuts it instead, and its gather has a split for backward: the gradient of the rotary key, which all
+    heads share, is then that of one rank's heads (off by a quarter at TP = 2, without a word). Transformer Engine's spec
+    replicates it, too.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Callable, **_: Any) -> None:

@@ -17,7 +17,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from megatron_rl.config import Config
-from megatron_rl.engine.architecture_settings import attention_settings, expert_settings, gate_settings, rope_arguments, yarn_attributes
+from megatron_rl.engine.architecture_settings import (
+    attention_settings,
+    expert_settings,
+    gate_settings,
+    rope_arguments,
+    yarn_attributes,
+)
 from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.engine.groups import ParallelGroups
@@ -56,7 +62,9 @@ class Backend:
     def of(cls, device: torch.device) -> "Backend":
         if device.type != "cuda":
             return cls(transformer_engine=False, apex_gradient_fusion=False)
-        found = {name: importlib.util.find_spec(name) is not None for name in ("transformer_engine", "fused_weight_gradient_mlp_cuda")}
+        found = {
+            name: importlib.util.find_spec(name) is not None for name in ("transformer_engine", "fused_weight_gradient_mlp_cuda")
+        }
         if not found["transformer_engine"]:
             raise UnsupportedModelError("training on a GPU needs Transformer Engine: pip install megatron-rl[gpu]")
         return cls(transformer_engine=True, apex_gradient_fusion=found["fused_weight_gradient_mlp_cuda"])
@@ -66,10 +74,10 @@ class Backend:
         return TRANSFORMER_ENGINE if self.transformer_engine else LOCAL
 
     def describe(self) -> str:
-        return (
-            f"layers: {'Transformer Engine' if self.transformer_engine else 'PyTorch'}; grouped expert products: "
-            f"{'on' if self.transformer_engine else 'off'}; apex's fused gradient accumulation: {'on' if self.apex_gradient_fusion else 'off'}"
-        )
+        """For the log."""
+        fused, accumulation = ("on" if on else "off" for on in (self.transformer_engine, self.apex_gradient_fusion))
+        layers = "Transformer Engine" if self.transformer_engine else "PyTorch"
+        return f"layers: {layers}; grouped expert products: {fused}; apex's fused gradient accumulation: {accumulation}"
 
 
 def transformer_config(model: ModelArchitecture, config: Config, backend: Backend) -> TransformerConfig:
@@ -78,7 +86,8 @@ def transformer_config(model: ModelArchitecture, config: Config, backend: Backen
     dtype = getattr(torch, config.model.dtype)
     kind = MLATransformerConfig if isinstance(model.attention, LatentAttention) else TransformerConfig
     settings = kind(
-        num_layers=model.num_layers, hidden_size=model.hidden_size, ffn_hidden_size=model.ffn_hidden_size, normalization="RMSNorm",
+        num_layers=model.num_layers, hidden_size=model.hidden_size, ffn_hidden_size=model.ffn_hidden_size,
+        normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps, **attention_settings(model), **gate_settings(model),
         attention_dropout=0.0, hidden_dropout=0.0, params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype is torch.bfloat16,
         # Weights come from a checkpoint or are drawn by name: Megatron's own initialisation would depend on the layout.
@@ -108,25 +117,27 @@ def check_supported(model: ModelArchitecture, config: Config) -> None:
 
 def _parallel_settings(config: Config) -> dict[str, Any]:
     layout = config.parallel
-    return dict(
-        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp, sequence_parallel=config.sequence_parallel,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        num_layers_in_first_pipeline_stage=layout.first_stage_layers, num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+    return {
+        "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp, "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": config.sequence_parallel,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
         # Packed microbatches differ in length, so that stages tell one another the shapes.
-        variable_seq_lengths=layout.pp > 1, deallocate_pipeline_outputs=layout.pp > 1,
-        # With two interleaved stages the batched exchange sends to and receives from the same rank, and pairs the messages wrongly
-        # without a word: gradients are off by orders of magnitude.
-        batch_p2p_comm=layout.vpp == 1, overlap_p2p_comm=layout.vpp > 1,
-    )  # fmt: skip
+        "variable_seq_lengths": layout.pp > 1, "deallocate_pipeline_outputs": layout.pp > 1,
+        # With two interleaved stages the batched exchange sends to and receives from the same rank, and pairs the messages
+        # wrongly without a word: gradients are off by orders of magnitude.
+        "batch_p2p_comm": layout.vpp == 1, "overlap_p2p_comm": layout.vpp > 1,
+    }  # fmt: skip
 
 
 def _recompute_settings(model: ModelArchitecture, config: Config) -> dict[str, Any]:
     if config.trainer.recompute == "full":
-        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if config.trainer.recompute == "selective":
         modules = ["core_attn"] + (["moe"] if model.moe else [])
-        return dict(recompute_granularity="selective", recompute_modules=modules)
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}
 
 
@@ -135,16 +146,28 @@ def build_chunks(
 ) -> list[PolicyModel]:
     """This rank's chunks of the model, their weights not yet filled; one chunk unless stages are interleaved."""
     settings = transformer_config(model, config, backend)
+    if groups.rank == 0:
+        logger.info("%s", backend.describe())
     if not backend.transformer_engine:
         accept_replicated_linear()
-    return [_build_chunk(model, config, settings, groups, backend, padded_vocab_size, chunk) for chunk in range(groups.layout.vpp)]
+    return [
+        _build_chunk(model, config, settings, groups, backend, padded_vocab_size, chunk) for chunk in range(groups.layout.vpp)
+    ]
 
 
 def _build_chunk(
-    model: ModelArchitecture, config: Config, settings: TransformerConfig, groups: ParallelGroups, backend: Backend, vocab_size: int, chunk: int
+    model: ModelArchitecture,
+    config: Config,
+    settings: TransformerConfig,
+    groups: ParallelGroups,
+    backend: Backend,
+    vocab_size: int,
+    chunk: int,
 ) -> PolicyModel:
     vp_stage = chunk if groups.layout.vpp > 1 else None
-    spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=backend.transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
+    spec = get_gpt_decoder_block_spec(
+        settings, use_transformer_engine=backend.transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
+    )
     built = PolicyModel(
         settings, spec if backend.transformer_engine else _with_cpu_modules(spec), vocab_size=vocab_size,
         max_sequence_length=config.model.max_sequence_length,
@@ -154,7 +177,17 @@ def _build_chunk(
         share_embeddings_and_output_weights=model.tie_word_embeddings, parallel_output=True, vp_stage=vp_stage,
     )  # fmt: skip
     _name_as_in_checkpoints(built, backend.spelling)
+    if model.linear_biases and not backend.transformer_engine:
+        _skip_reductions_over_one_rank(built)
     return built.to(groups.device)
+
+
+def _skip_reductions_over_one_rank(chunk: PolicyModel) -> None:
+    """Biases of experts are added in place to what linear_fc2 returns, which autograd forbids where that went through a
+    reduction; over the one rank of an expert (it is not cut when it has a bias) the reduction is the identity."""
+    for layer in chunk.decoder.layers:
+        for expert in getattr(getattr(layer.mlp, "experts", None), "local_experts", ()):
+            expert.linear_fc2.explicit_expert_comm = True
 
 
 def _name_as_in_checkpoints(chunk: PolicyModel, spelling: Spelling) -> None:

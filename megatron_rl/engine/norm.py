@@ -7,7 +7,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Takes the place of Megatron's WrappedTorchNorm, which refuses sequence parallelism; experts with tensor parallelism need it."""
+    """Takes the place of Megatron's WrappedTorchNorm, which refuses sequence parallelism; experts with tensor parallelism need
+    it."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)

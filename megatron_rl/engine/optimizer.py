@@ -49,7 +49,8 @@ def _make_states(optimizer: MegatronOptimizer) -> None:
     for part in _torch_optimizers(optimizer):
         for parameter in (parameter for group in part.param_groups for parameter in group["params"]):
             part.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32), "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter),
+                "step": torch.zeros((), dtype=torch.float32), "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
             }  # fmt: skip
 
 
@@ -67,7 +68,8 @@ def align_step_counts(optimizer: MegatronOptimizer) -> None:
 
 
 def separate_step_counts(optimizer: MegatronOptimizer) -> None:
-    """After loading: Megatron hands the same count, one tensor, to all parameters, and AdamW would raise it once for each of them."""
+    """After loading: Megatron hands the same count, one tensor, to all parameters, and AdamW would raise it once for each of
+    them."""
     for part in _torch_optimizers(optimizer):
         for state in part.state.values():
             state["step"] = state["step"].clone()
@@ -103,4 +105,6 @@ def check_gradients(chunks: Sequence[DistributedDataParallel], names: Sequence[d
     bad = sorted({name for part in everywhere for name in part})
     if bad:
         shown = ", ".join(bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
-        raise NonFiniteGradientError(f"step {step}: gradients that are not finite in {shown}; the step is not made, the weights are as before")
+        raise NonFiniteGradientError(
+            f"step {step}: gradients that are not finite in {shown}; the step is not made, the weights are as before"
+        )

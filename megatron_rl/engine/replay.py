@@ -1,14 +1,15 @@
 """Routing replay: each microbatch goes to the experts that its rollouts recorded, under any schedule.
 
-Megatron's own RouterReplay keeps one list for the whole process and takes whatever it is given. Here each MoE layer of a model has a
-handle of its own, which its router asks in place of Megatron's object. For every microbatch the engine checks the rows once, binds
-them for the forward pass of one chunk, and leaves them in the handles' queues for the recomputation in the backward pass:
+Megatron's own RouterReplay keeps one list for the whole process and takes whatever it is given. Here each MoE layer of a model
+has a handle of its own, which its router asks in place of Megatron's object. For every microbatch the engine checks the rows
+once, binds them for the forward pass of one chunk, and leaves them in the handles' queues for the recomputation in the
+backward pass:
 
     forward  of microbatch i:  bind(rows i) ... the routers use rows i ... unbind: rows i join the queue
     recompute of microbatch i: the routers take the oldest rows of the queue
 
-Backward visits the microbatches of a chunk in the order of their forward passes, in the 1F1B and in the interleaved schedule, so that
-the oldest rows are always the right ones, however many microbatches are in flight. Nothing is shared between models.
+Backward visits the microbatches of a chunk in the order of their forward passes, in the 1F1B and in the interleaved schedule,
+so that the oldest rows are always the right ones, however many microbatches are in flight. Nothing is shared between models.
 
 Tokens without a recorded route (a sequence's last position, padding) go where the live router sends them.
 """
@@ -36,7 +37,14 @@ class Routes:
 
 
 def make_routes(
-    experts: np.ndarray, recorded: np.ndarray, *, num_layers: int, num_experts: int, top_k: int, tokens: slice, device: torch.device
+    experts: np.ndarray,
+    recorded: np.ndarray,
+    *,
+    num_layers: int,
+    num_experts: int,
+    top_k: int,
+    tokens: slice,
+    device: torch.device,
 ) -> Routes:
     """Check the rows of one microbatch and take those of this rank's tokens.
 
@@ -61,7 +69,8 @@ def _check_rows(experts: np.ndarray, recorded: np.ndarray, num_experts: int, fir
     def refuse(bad: np.ndarray, what: str, rule: str) -> None:
         if bad.any():
             token, layer = np.argwhere(bad)[0][:2]
-            raise RouteError(f"position {first + token}, MoE layer {layer} of this rank: experts {experts[token, layer].tolist()} {what}; rule: {rule}")
+            found = experts[token, layer].tolist()
+            raise RouteError(f"position {first + token}, MoE layer {layer} of this rank: experts {found} {what}; rule: {rule}")
 
     asked = recorded[:, None, None]
     refuse((experts >= num_experts) & asked, "are out of range", f"experts lie in 0..{num_experts - 1}")
@@ -97,15 +106,23 @@ class LayerRoutes:
         return left
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None, default_compute_topk: Callable | None = None
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores and numbers of the experts of each token, [T, K] each; the scores are gathered, so that gradients reach the router."""
+        """Scores and numbers of the experts of each token, [T, K] each; the scores are gathered, so that gradients reach the
+        router."""
         bound = self._bound if self._bound is not None else (self._queue.popleft() if self._queue else None)
         if bound is None:  # a pass without replay
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         experts, recorded = bound
         if experts.shape != (scores.shape[0], topk):
-            raise RouteError(f"layer {self.layer_number} has {scores.shape[0]} tokens x {topk} experts, its routes are {tuple(experts.shape)}")
+            raise RouteError(
+                f"layer {self.layer_number} has {scores.shape[0]} tokens x {topk} experts, its routes are {tuple(experts.shape)}"
+            )
         if recorded is not None:
             _, live = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
             experts = torch.where(recorded[:, None], experts, live)
@@ -149,7 +166,11 @@ def _attach(layer: torch.nn.Module) -> LayerRoutes:
     router, config = layer.mlp.router, layer.config
     if config.moe_router_fusion or config.moe_router_load_balancing_type == "sinkhorn":
         # Both choose experts without asking the handle.
-        raise RouteError("routing replay does not reach a fused router or sinkhorn: leave moe_router_fusion off, balancing 'none'")
-    recomputes = config.recompute_granularity == "full" or bool(config.recompute_granularity and "moe" in config.recompute_modules)
+        raise RouteError(
+            "routing replay does not reach a fused router or sinkhorn: leave moe_router_fusion off, balancing 'none'"
+        )
+    recomputes = config.recompute_granularity == "full" or bool(
+        config.recompute_granularity and "moe" in config.recompute_modules
+    )
     router.router_replay = LayerRoutes(layer.layer_number, recomputes=recomputes)
     return router.router_replay

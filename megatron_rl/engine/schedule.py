@@ -29,7 +29,9 @@ class Schedule:
         self._chunks, self._replay, self._groups = list(chunks), replay, groups
         for chunk in self._chunks:
             # The loss is divided by its global denominator already: Megatron must not divide the gradients by a number of tokens.
-            chunk.module.config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(model, None, **kwargs)
+            chunk.module.config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(
+                model, None, **kwargs
+            )
 
     @property
     def microbatch_multiple(self) -> int:
@@ -49,7 +51,8 @@ class Schedule:
             with torch.set_grad_enabled(not forward_only):
                 kept = get_forward_backward_func()(
                     forward_step_func=partial(self._forward_step, finish, not forward_only),
-                    data_iterator=[iter(microbatches) for _ in self._chunks], model=self._chunks, num_microbatches=len(microbatches),
+                    data_iterator=[iter(microbatches) for _ in self._chunks], model=self._chunks,
+                    num_microbatches=len(microbatches),
                     seq_length=max(m.source.num_positions for m in microbatches), micro_batch_size=1, forward_only=forward_only,
                     force_all_reduce=reduce_fully,
                 )  # fmt: skip
@@ -81,17 +84,26 @@ class Schedule:
             chunk.train(training)
 
     def _check(self, microbatches: Sequence[DeviceMicrobatch]) -> None:
-        """All ranks must run the same number: experts and gradients are exchanged between them, and a rank with fewer would hang the rest."""
+        """All ranks must run the same number: experts and gradients are exchanged between them, and a rank with fewer would
+        hang the rest."""
         count = len(microbatches)
         extremes = torch.tensor([count, -count], device=self._groups.device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         most, fewest = int(extremes[0]), -int(extremes[1])
         if fewest != most:
-            raise ScheduleError(f"rank {self._groups.rank} has {count} microbatches, others from {fewest} to {most}; add empty ones, so that all have as many")
+            raise ScheduleError(
+                f"rank {self._groups.rank} has {count} microbatches, others from {fewest} to {most}; "
+                "add empty ones, so that all have as many"
+            )
         if count == 0 or count % self.microbatch_multiple:
-            raise ScheduleError(f"{count} microbatches; this layout runs a positive multiple of {self.microbatch_multiple}; add empty ones")
+            raise ScheduleError(
+                f"{count} microbatches; this layout runs a positive multiple of {self.microbatch_multiple}; add empty ones"
+            )
         slices = self._groups.layout.tp if self._chunks[0].module.config.sequence_parallel else 1
         if uneven := [m.source.num_positions for m in microbatches if m.source.num_positions % slices]:
-            raise ScheduleError(f"microbatches of {uneven} positions; with sequence parallelism multiples of {slices}: pad with a segment of their own")
+            raise ScheduleError(
+                f"microbatches of {uneven} positions; with sequence parallelism they are multiples of {slices}: "
+                "pad with a segment of its own"
+            )
         if len({m.routes is None for m in microbatches}) > 1:
             raise ScheduleError("some microbatches bring routes and some do not; a schedule replays all of them or none")

@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def state_tensors(parameters: Iterable[tuple[str, Tensor]], optimizer: MegatronOptimizer) -> Iterator[tuple[str, Tensor]]:
-    """Each of this rank's weights, followed by what its optimizer holds of it: 'NAME', 'NAME exp_avg', 'NAME exp_avg_sq', 'NAME step'
-    and, where the model is not fp32, 'NAME master'. Views of the state itself; in the order of `parameters`."""
+    """Each of this rank's weights, followed by what its optimizer holds of it: 'NAME', 'NAME exp_avg', 'NAME exp_avg_sq',
+    'NAME step' and, where the model is not fp32, 'NAME master'. Views of the state itself; in the order of `parameters`."""
     for name, parameter in parameters:
         yield name, parameter.detach()
         for kind, tensor in _of_optimizer(optimizer, parameter).items():
@@ -26,5 +26,7 @@ def _of_optimizer(optimizer: MegatronOptimizer, parameter: Tensor) -> dict[str, 
         group, number = place
         updated = part.optimizer.param_groups[group]["params"][number]
         master = {} if updated.dtype == parameter.dtype else {"master": updated}
-        return master | {kind: value for kind, value in sorted(part.optimizer.state[updated].items()) if isinstance(value, torch.Tensor)}
+        return master | {
+            kind: value for kind, value in sorted(part.optimizer.state[updated].items()) if isinstance(value, torch.Tensor)
+        }
     return {}

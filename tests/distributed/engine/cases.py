@@ -11,7 +11,15 @@ from megatron_rl.engine import build_engine
 from megatron_rl.engine.groups import ParallelGroups, parallel_layout
 from megatron_rl.topology import Layout
 from tests.distributed.engine.subject import (
-    MAX_TOKENS, MODELS, config_of, denominators_of, loss_of, microbatches_of, options_of, rollouts_of, weights_of,
+    MAX_TOKENS,
+    MODELS,
+    config_of,
+    denominators_of,
+    loss_of,
+    microbatches_of,
+    options_of,
+    rollouts_of,
+    weights_of,
 )  # fmt: skip
 
 LEARNING_RATE = 1e-3
@@ -32,13 +40,19 @@ class Setting:
 
     def config(self, **sections: dict[str, Any]) -> Config:
         return config_of(
-            self.model, self.layout, recompute=self.recompute, dtype=self.dtype, sequence_parallel=self.sequence_parallel, **sections
+            self.model,
+            self.layout,
+            recompute=self.recompute,
+            dtype=self.dtype,
+            sequence_parallel=self.sequence_parallel,
+            **sections,
         )
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one rank knows of a step: the scores of its own sequences; on rank 0 the whole gradients and the weights after the step."""
+    """What one rank knows of a step: the scores of its own sequences; on rank 0 the whole gradients and the weights after the
+    step."""
 
     log_probs: dict[int, np.ndarray]  # by sequence, of its loss tokens
     entropies: dict[int, np.ndarray]
@@ -61,11 +75,18 @@ class Run:
             routing_replay=setting.routing_replay,
         )  # fmt: skip
         self.microbatches = microbatches_of(
-            self.members, setting.layout, groups.coords.dp, options, max_tokens=setting.max_tokens, multiple_of=setting.multiple_of
+            self.members,
+            setting.layout,
+            groups.coords.dp,
+            options,
+            max_tokens=setting.max_tokens,
+            multiple_of=setting.multiple_of,
         )
 
     def step(self, number: int = 0) -> dict[str, float]:
-        metrics = self.engine.train_step(self.microbatches, self.loss, self.denominators, step=number, learning_rate=LEARNING_RATE)
+        metrics = self.engine.train_step(
+            self.microbatches, self.loss, self.denominators, step=number, learning_rate=LEARNING_RATE
+        )
         return {name: metric.value for name, metric in metrics.items() if metric.count}
 
     def gradients(self) -> dict[str, Tensor]:
@@ -100,6 +121,7 @@ def evaluate(rank: int, setting: Setting) -> Evaluation:
         gradients = run.gradients()
         metrics = run.step()
         return Evaluation(
-            by_sequence(run.microbatches, [s.log_probs for s in scores]), by_sequence(run.microbatches, [s.entropies for s in scores]),
+            by_sequence(run.microbatches, [s.log_probs for s in scores]), by_sequence(run.microbatches,
+            [s.entropies for s in scores]),
             gradients, run.weights(), metrics,
         )  # fmt: skip

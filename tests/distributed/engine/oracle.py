@@ -13,7 +13,16 @@ from megatron_rl.keep_set import KeepSets, reference_log_probs
 from megatron_rl.objective import token_batch
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import by_sequence
-from tests.distributed.engine.subject import MODELS, all_layers, config_of, denominators_of, loss_of, options_of, rollouts_of, weights_of
+from tests.distributed.engine.subject import (
+    MODELS,
+    all_layers,
+    config_of,
+    denominators_of,
+    loss_of,
+    options_of,
+    rollouts_of,
+    weights_of,
+)
 
 
 @dataclass(frozen=True)
@@ -29,14 +38,23 @@ def expected(model: str, *, routing_replay: bool = True) -> Expected:
     options = options_of(model, moe_layers=all_layers(model), routing_replay=routing_replay)
     whole = lay_out(members, 0, alignment_of(Layout(), False), options)
     network = hugging_face(model)
-    hidden = torch.cat([_hidden_states(network, whole, start, end) for start, end in zip(whole.segment_ends, whole.segment_ends[1:])])
-    log_probs, entropies = reference_log_probs(
-        hidden, network.lm_head.weight, _keep_sets(whole), temperature=torch.from_numpy(whole.temperature), vocab_size=MODELS[model]["vocab_size"]
+    hidden = torch.cat(
+        [_hidden_states(network, whole, start, end) for start, end in zip(whole.segment_ends, whole.segment_ends[1:])]
     )
-    loss, _ = loss_of(config_of(model, Layout()))(log_probs, token_batch(whole, denominators_of(members), entropy=entropies.float()))
+    log_probs, entropies = reference_log_probs(
+        hidden,
+        network.lm_head.weight,
+        _keep_sets(whole),
+        temperature=torch.from_numpy(whole.temperature),
+        vocab_size=MODELS[model]["vocab_size"],
+    )
+    loss, _ = loss_of(config_of(model, Layout()))(
+        log_probs, token_batch(whole, denominators_of(members), entropy=entropies.float())
+    )
     loss.backward()
     return Expected(
-        by_sequence([whole], [log_probs.detach().numpy()]), by_sequence([whole], [entropies.detach().numpy()]), _gradients(network),
+        by_sequence([whole], [log_probs.detach().numpy()]), by_sequence([whole], [entropies.detach().numpy()]),
+        _gradients(network),
         float(loss.detach()),
     )  # fmt: skip
 
@@ -48,7 +66,11 @@ def hugging_face(model: str) -> transformers.PreTrainedModel:
     network = getattr(transformers, head)(config)
     weights, state = weights_of(model), network.state_dict()
     for name in state:
-        state[name] = _fused_experts(name, weights, state[name].shape[0]) if "experts" in name else weights.get(name, weights["model.embed_tokens.weight"])
+        state[name] = (
+            _fused_experts(name, weights, state[name].shape[0])
+            if "experts" in name
+            else weights.get(name, weights["model.embed_tokens.weight"])
+        )
     network.load_state_dict(state)
     return network.double()
 
@@ -79,7 +101,9 @@ def _hidden_states(network: transformers.PreTrainedModel, whole: Microbatch, sta
     """[end - start, H] of one sequence."""
     gates = [layer.mlp.gate for layer in network.model.layers if hasattr(layer.mlp, "gate")]
     for number, gate in enumerate(gates):
-        recorded = None if whole.routed_experts is None else (whole.routed_experts[start:end, number], whole.route_mask[start:end])
+        recorded = (
+            None if whole.routed_experts is None else (whole.routed_experts[start:end, number], whole.route_mask[start:end])
+        )
         gate.forward = _forced(gate, recorded)
     tokens = torch.from_numpy(whole.tokens[start:end])[None]
     return network.model(input_ids=tokens, use_cache=False).last_hidden_state[0]
@@ -102,5 +126,8 @@ def _forced(gate: torch.nn.Module, recorded: tuple[np.ndarray, np.ndarray] | Non
 
 def _keep_sets(whole: Microbatch) -> KeepSets:
     return KeepSets.from_masks(
-        *(torch.from_numpy(array) for array in (whole.targets, whole.loss_mask, whole.full_rows, whole.keep_ids, whole.keep_offsets))
+        *(
+            torch.from_numpy(array)
+            for array in (whole.targets, whole.loss_mask, whole.full_rows, whole.keep_ids, whole.keep_offsets)
+        )
     )

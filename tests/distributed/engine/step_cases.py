@@ -115,7 +115,9 @@ def reference_policy(rank: int, setting: Setting) -> References:
         reference = first(run.engine.score_reference(run.microbatches))
         after = run.weights()
         again = first(run.engine.score(run.microbatches))
-        return References(start, trained, reference, again, all(torch.equal(after[name], tensor) for name, tensor in before.items()))
+        return References(
+            start, trained, reference, again, all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        )
 
 
 def step_with_old_logprobs(rank: int, setting: Setting, offset: float) -> dict[str, float]:

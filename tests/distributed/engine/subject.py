@@ -53,13 +53,17 @@ def weights_of(model: str, seed: int = 0) -> dict[str, Tensor]:
     """As a fresh model has them, but with norms that differ from one."""
     weights = dict(random_hf_tensors(ParameterTable(MODELS[model]), seed))
     generator = torch.Generator().manual_seed(seed)
-    return {name: w * (0.7 + 0.6 * torch.rand(w.shape, generator=generator)) if w.dim() == 1 else w for name, w in weights.items()}
+    return {
+        name: w * (0.7 + 0.6 * torch.rand(w.shape, generator=generator)) if w.dim() == 1 else w for name, w in weights.items()
+    }
 
 
 def contract_of(model: str) -> ModelContract:
     architecture: ModelArchitecture = ParameterTable(MODELS[model]).architecture
     moe = architecture.moe
-    return ModelContract(architecture.vocab_size, len(architecture.moe_layers), moe.num_experts if moe else 0, moe.top_k if moe else 0)
+    return ModelContract(
+        architecture.vocab_size, len(architecture.moe_layers), moe.num_experts if moe else 0, moe.top_k if moe else 0
+    )
 
 
 def rollouts_of(model: str, seed: int = 0) -> list[Member]:
@@ -79,7 +83,10 @@ def rollouts_of(model: str, seed: int = 0) -> list[Member]:
 def _rollout(uid: str, contract: ModelContract, random: np.random.Generator, sampling: Sampling, mask: np.ndarray) -> Rollout:
     vocab, num_completion, num_prompt = contract.vocab_size, len(mask), int(random.integers(1, 12))
     completion = random.integers(0, vocab, num_completion)
-    sets = [_keep_set(random, vocab, token) if wanted and sampling.truncates else [] for token, wanted in zip(completion, mask, strict=True)]
+    sets = [
+        _keep_set(random, vocab, token) if wanted and sampling.truncates else []
+        for token, wanted in zip(completion, mask, strict=True)
+    ]
     shape = (num_prompt + num_completion - 1, contract.num_moe_layers, contract.num_experts)
     return Rollout(
         uid=uid, prompt_ids=random.integers(0, vocab, num_prompt).astype(np.int32), completion_ids=completion.astype(np.int32),
@@ -87,7 +94,8 @@ def _rollout(uid: str, contract: ModelContract, random: np.random.Generator, sam
         keep_ids=np.array([token for kept in sets for token in kept], dtype=np.int32),
         keep_offsets=np.cumsum([0, *map(len, sets)]).astype(np.int64),
         routed_experts=random.random(shape).argsort(axis=-1)[..., : contract.experts_per_token].astype(np.uint8),
-        policy_versions=np.zeros(num_completion, dtype=np.int32), loss_mask=mask, sampling=sampling, finish_reason="stop", reward=0.0,
+        policy_versions=np.zeros(num_completion, dtype=np.int32), loss_mask=mask, sampling=sampling, finish_reason="stop",
+        reward=0.0,
     )  # fmt: skip
 
 
@@ -106,9 +114,16 @@ def all_layers(model: str) -> tuple[int, ...]:
 
 
 def microbatches_of(
-    members: list[Member], layout: Layout, dp_rank: int, options: AssemblyOptions, *, max_tokens: int = MAX_TOKENS, multiple_of: int = 1
+    members: list[Member],
+    layout: Layout,
+    dp_rank: int,
+    options: AssemblyOptions,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    multiple_of: int = 1,
 ) -> list[Microbatch]:
-    """Those of one data-parallel rank, each with the routes of that rank's layers alone, padded to a multiple of `multiple_of`."""
+    """Those of one data-parallel rank, each with the routes of that rank's layers alone, padded to a multiple of
+    `multiple_of`."""
     lengths = [member.rollout.num_tokens for member in members]
     multiple = layout.pp if layout.vpp > 1 else 1
     packing = pack(lengths, num_ranks=layout.dp, max_tokens=max_tokens, microbatch_multiple=multiple)[dp_rank]

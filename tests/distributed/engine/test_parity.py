@@ -8,7 +8,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 from megatron_rl.topology import Layout
@@ -21,7 +20,8 @@ from tests.distributed.engine.world import World
 LOG_PROB = 2e-5
 # Relative to the gradient's own norm.
 GRADIENT = 1e-4
-# AdamW's first step is the sign of a gradient, but for those as small as epsilon: there two layouts may differ by a share of the rate.
+# AdamW's first step is the sign of a gradient, but for those as small as epsilon: there two layouts may differ by a share of
+# the rate.
 STEP = 0.1 * LEARNING_RATE
 
 FOUR = {

@@ -6,7 +6,12 @@ import pytest
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import Setting, evaluate
 from tests.distributed.engine.oracle import expected
-from tests.distributed.engine.replay_cases import gradients_after_other_work, gradients_with_newest_first, refused_routes, scores_with
+from tests.distributed.engine.replay_cases import (
+    gradients_after_other_work,
+    gradients_with_newest_first,
+    refused_routes,
+    scores_with,
+)
 from tests.distributed.engine.test_parity import GRADIENT, assert_same_gradients, assert_same_scores, relative_differences
 from tests.distributed.engine.world import World
 
@@ -28,7 +33,9 @@ def test_other_experts_give_other_values(one: World) -> None:
     assert max(np.abs(values - shifted[number]).max(initial=0) for number, values in recorded.items()) > 0.1
 
 
-@pytest.mark.parametrize("setting", [IN_FLIGHT, Setting(layout=Layout(4, pp=2, vpp=2, ep=2), recompute="selective")], ids=["pp4", "pp2 vpp2 ep2"])
+@pytest.mark.parametrize(
+    "setting", [IN_FLIGHT, Setting(layout=Layout(4, pp=2, vpp=2, ep=2), recompute="selective")], ids=["pp4", "pp2 vpp2 ep2"]
+)
 def test_nothing_else_in_the_process_disturbs_it(four: World, setting: Setting) -> None:
     assert_same_gradients(four.run(gradients_after_other_work, setting)[0], expected("qwen3_moe").gradients)
 

@@ -8,8 +8,15 @@ from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import Setting
 from tests.distributed.engine.oracle import expected
 from tests.distributed.engine.step_cases import (
-    broken_weight, deterministic_steps, gradients_beside_idle_microbatches, losses_of_steps, reference_policy, round_trip,
-    step_with_old_logprobs, step_without_loss, uneven_microbatches,
+    broken_weight,
+    deterministic_steps,
+    gradients_beside_idle_microbatches,
+    losses_of_steps,
+    reference_policy,
+    round_trip,
+    step_with_old_logprobs,
+    step_without_loss,
+    uneven_microbatches,
 )  # fmt: skip
 from tests.distributed.engine.subject import weights_of
 from tests.distributed.engine.test_parity import assert_same_gradients

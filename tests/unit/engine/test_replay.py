@@ -19,10 +19,15 @@ def rows() -> np.ndarray:
 
 
 def routes_of(
-    experts: np.ndarray, recorded: np.ndarray | None = None, *, tokens: slice = slice(0, NUM_TOKENS), num_experts: int = NUM_EXPERTS
+    experts: np.ndarray,
+    recorded: np.ndarray | None = None,
+    *,
+    tokens: slice = slice(0, NUM_TOKENS),
+    num_experts: int = NUM_EXPERTS,
 ) -> Routes:
     return make_routes(
-        experts, np.ones(NUM_TOKENS, dtype=bool) if recorded is None else recorded, num_layers=NUM_LAYERS, num_experts=num_experts,
+        experts, np.ones(NUM_TOKENS, dtype=bool) if recorded is None else recorded, num_layers=NUM_LAYERS,
+        num_experts=num_experts,
         top_k=TOP_K, tokens=tokens, device=torch.device("cpu"),
     )  # fmt: skip
 
