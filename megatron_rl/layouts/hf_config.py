@@ -120,8 +120,11 @@ class ConfigReader:
         """Accept whatever these keys say; the caller knows that it has no effect."""
         self._taken.update(keys)
 
-    def rope(self, default_theta: float = 10000.0, default_fraction: float = 1.0) -> Rope:
-        """Both spellings: `rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling` (before)."""
+    def rope(self, default_theta: float = 10000.0, default_fraction: float | None = None) -> Rope:
+        """Both spellings: `rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling` (before).
+
+        default_fraction: of each head that is rotated, where the family can rotate a part; None: it rotates whole heads.
+        """
         settings = self._value(("rope_parameters", "rope_scaling"), {})
         if self._config.get("rope_scaling") not in (None, settings):
             self.reject("rope_scaling contradicts rope_parameters; remove the one that is wrong")
@@ -175,12 +178,15 @@ class ConfigReader:
         what = "is missing, and it" if value is None else f"= {value!r}"
         self._problems.append(f"{' or '.join(keys)} {what} {rule}")
 
-    def _rotary_fraction(self, settings: dict[str, Any], default: float) -> float:
+    def _rotary_fraction(self, settings: dict[str, Any], default: float | None) -> float:
         """`partial_rotary_factor`, among the rope's settings (transformers 5) or beside them (before)."""
         inside, outside = settings.pop("partial_rotary_factor", None), self._value(("partial_rotary_factor",), None)
         if None not in (inside, outside) and inside != outside:
             self._reject(("partial_rotary_factor",), outside, f"contradicts rope_parameters, which say {inside}")
-        return float(inside if inside is not None else outside if outside is not None else default)
+        found = next((value for value in (inside, outside, default) if value is not None), 1.0)
+        if default is None and found != 1.0:
+            self._reject(("partial_rotary_factor",), found, "is not supported by this family, which rotates whole heads")
+        return float(found)
 
     def _yarn(self, settings: dict[str, Any]) -> Yarn:
         given = {key: value for key, value in settings.items() if value is not None}

@@ -22,7 +22,8 @@ class Llama(Family):
     default_max_positions = 2048
     default_norm_eps = 1e-6
     default_theta = 10000.0
-    default_rotary_fraction = 1.0
+    default_rotary_fraction: float | None = None
+    """None: whole heads, and nothing else is accepted."""
     expert_names = ExpertNames()
 
     def architecture(self, hf_config: Mapping[str, Any]) -> ModelArchitecture:

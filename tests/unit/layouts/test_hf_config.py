@@ -78,7 +78,8 @@ def test_rope_scaling_that_megatron_has() -> None:
 @pytest.mark.parametrize(
     ("model", "change", "message"),
     [
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "'yarn' is not supported"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "original_max_position_embeddings is missing"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "'longrope' is not supported"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 2}}, "low_freq_factor = 2"),
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 8, "beta": 2}}, "beta = 2: not known"),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "contradicts rope_parameters"),
@@ -127,5 +128,5 @@ def test_families_are_found_by_type_or_head() -> None:
     "config", [{"model_type": "bert"}, {}, {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}]
 )
 def test_an_unknown_family_names_the_known_ones(config: dict) -> None:
-    with pytest.raises(UnknownFamilyError, match=r"llama \(LlamaForCausalLM\), qwen3 .*, qwen3_moe"):
+    with pytest.raises(UnknownFamilyError, match=r"llama \(LlamaForCausalLM\), qwen3 .*, qwen3_moe .*, gpt_oss"):
         family_of(config)
