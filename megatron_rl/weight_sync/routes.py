@@ -29,7 +29,7 @@ class ServerError(RuntimeError):
 class ServerRoutes:
     """Calls to one server, each of which raises ServerError. Safe to use from several threads.
 
-    timeout_s: for every call but `update`, which lasts as long as the stream and is given its own.
+    timeout_s: for every call but `update`, which lasts as long as the stream does.
     """
 
     def __init__(self, address: ServerAddress, client: httpx.Client, timeout_s: float):
@@ -57,9 +57,9 @@ class ServerRoutes:
     def start(self) -> None:
         self._post("/start_weight_update")
 
-    def update(self, update_info: dict, timeout_s: float) -> None:
-        """Announce what will be streamed; returns when the server has received and loaded it all."""
-        self._post("/update_weights", {"update_info": update_info}, timeout_s=timeout_s)
+    def update(self, update_info: dict) -> None:
+        """Announce what will be streamed; returns when the server has received and loaded it all, however long that takes."""
+        self._send("POST", "/update_weights", {"update_info": update_info}, timeout_s=None)
 
     def finish(self, version: int) -> None:
         self._post("/finish_weight_update", {"weight_version": str(version)})
@@ -78,10 +78,10 @@ class ServerRoutes:
         """Call a method of the worker class on every worker; their answers by rank."""
         return self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
 
-    def _post(self, route: str, body: dict | None = None, timeout_s: float | None = None) -> dict:
-        return self._send("POST", route, body, timeout_s or self._timeout_s)
+    def _post(self, route: str, body: dict | None = None) -> dict:
+        return self._send("POST", route, body, self._timeout_s)
 
-    def _send(self, method: str, route: str, body: dict | None, timeout_s: float) -> dict:
+    def _send(self, method: str, route: str, body: dict | None, timeout_s: float | None) -> dict:
         try:
             reply = self._client.request(method, self.address.url + route, json=body, timeout=timeout_s)
         except httpx.TimeoutException as error:

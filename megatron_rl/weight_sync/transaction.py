@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import httpx
@@ -46,7 +46,8 @@ def update_servers(
     told how it went; another attempt is another call, on all ranks. Raises only what `source` raises; then no server has
     resumed.
 
-    timeout_s: for receiving and loading the whole stream, from its announcement on. route_timeout_s: for each other call.
+    timeout_s: for a server to have loaded everything, from the end of the stream on (the sender has its own bound on the stream:
+    one that counted from the beginning would make every server pay for the slowest). route_timeout_s: for each other call.
     """
     started = time.monotonic()
     with httpx.Client() as client:
@@ -94,14 +95,14 @@ class _Update:
     def transfer(self, source: WeightSource, version: int, timeout_s: float) -> None:
         """Announce the stream to all servers and send it while they receive."""
         announcement = self._sender.announcement(source.metas, version)
-        replies = self._launch(lambda server: server.update(announcement, timeout_s))
+        replies = self._launch(lambda server: server.update(announcement))
         try:
             lost = self._sender.stream(source)
         except BaseException:
             self._sender.close()  # the servers would wait for the rest of the stream
             raise
         # A server that lost the stream may be stuck in it; its answer is not waited for. The others' reasons are their own words.
-        self.fail(_gather({name: reply for name, reply in replies.items() if name not in lost}))
+        self.fail(_gather({name: reply for name, reply in replies.items() if name not in lost}, timeout_s))
         self.fail(lost)
 
     def _launch(self, call: Callable[[ServerRoutes], None]) -> dict[str, Future]:
@@ -111,12 +112,15 @@ class _Update:
         return calls
 
 
-def _gather(calls: Mapping[str, Future]) -> dict[str, str]:
-    """Wait for all calls; the reasons of those that failed."""
+def _gather(calls: Mapping[str, Future], timeout_s: float | None = None) -> dict[str, str]:
+    """Wait for all calls, at most `timeout_s` in all; the reasons of those that failed."""
+    wait(calls.values(), timeout_s)
     failures = {}
     for name, call in calls.items():
         try:
-            call.result()
+            call.result(timeout=0 if timeout_s is not None else None)
         except ServerError as error:
             failures[name] = str(error)
+        except TimeoutError:
+            failures[name] = f"server {name} had not loaded the weights {timeout_s:g} s after the end of the stream"
     return failures

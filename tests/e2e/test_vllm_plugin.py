@@ -276,7 +276,10 @@ def wait_for_tokens(server: Server, pending: list[Future], version: int) -> None
 
 
 def assert_sampled_as_told(completion: Completion, spans: list[list[int]], policies: list[Policy]) -> int:
-    """Every token has the log-prob of the version that the spans name, and those at a boundary not that of the version beyond it."""
+    """Every token has the log-prob of the version that the spans name, and at a boundary not that of the version beyond it.
+
+    Returns the number of boundaries.
+    """
     under = torch.stack([policy.logprobs(completion.prompt, completion.tokens) for policy in policies])  # [versions, tokens]
     versions = torch.full((len(completion.tokens),), -1)
     for start, version in spans:

@@ -1,6 +1,7 @@
 """A stand-in for a rollout server's weight routes: no vLLM and no model, but real HTTP and a real Gloo receiver.
 
-vLLM itself takes half a minute to start, and cannot be made to fail at a chosen point; tests/e2e/test_vllm_plugin.py has the real one.
+vLLM itself takes half a minute to start, and cannot be made to fail at a chosen point; tests/e2e/test_vllm_plugin.py has the
+real one.
 """
 
 import json
@@ -16,7 +17,10 @@ from megatron_rl.wire.weights import NO_VERSION, WeightMeta, join_weight_group, 
 
 
 class FakeServer:
-    """fail: routes that answer 500. hang_s: seconds by route. leave_after: buckets after which it leaves the stream."""
+    """fail: routes that answer 500. hang_s: seconds by route. leave_after: buckets after which it leaves the stream.
+
+    load_s: seconds between the end of the stream and the answer to /update_weights.
+    """
 
     def __init__(self, name: str, num_workers: int = 1):
         self.name, self.num_workers = name, num_workers
@@ -28,6 +32,7 @@ class FakeServer:
         self.fail: set[str] = set()
         self.hang_s: dict[str, float] = {}
         self.leave_after: int | None = None
+        self.load_s = 0.0
         self.reset_succeeds = True
         self._groups = []
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -107,6 +112,7 @@ class FakeServer:
                 work.wait()
             assert all(torch.equal(buffer, buffers[0]) for buffer in buffers)
             self.tensors |= dict(unpack_bucket(bucket, buffers[0]))
+        time.sleep(self.load_s)
         self.incoming = info["version"]
 
     def _finish_weight_update(self, body: dict) -> None:

@@ -56,7 +56,7 @@ def fakes() -> Iterator[list[FakeServer]]:
 
 def push(fakes: list[FakeServer], source: RandomSource, version: int, **timeouts: float):
     sender = GlooSender(bucket_bytes=4096, timeout_s=timeouts.pop("sender_timeout_s", 20), receive_timeout_s=30)
-    return update_servers(sender, [fake.address for fake in fakes], source, version, timeout_s=30, **timeouts)
+    return update_servers(sender, [fake.address for fake in fakes], source, version, **timeouts)
 
 
 def assert_holds(fake: FakeServer, source: RandomSource, version: int) -> None:
@@ -83,7 +83,7 @@ def test_a_route_that_fails_takes_one_server_out(fakes, route):
     fakes[1].fail.add(route)
     source = RandomSource()
     # A server that does not receive holds the stream up for the sender's timeout, so that one is short here.
-    report = push(fakes, source, 1, sender_timeout_s=2)
+    report = push(fakes, source, 1, sender_timeout_s=4)
     assert report.held == ("a", "c")
     assert fakes[1].is_paused or route == "/pause"
     if route != "/update_weights":  # there the stream's own error may be seen first
@@ -96,7 +96,7 @@ def test_a_route_that_fails_takes_one_server_out(fakes, route):
 def test_a_server_that_leaves_the_stream_does_not_disturb_the_others(fakes):
     fakes[0].leave_after = 1
     source = RandomSource()
-    report = push(fakes, source, 1, sender_timeout_s=2)
+    report = push(fakes, source, 1, sender_timeout_s=4)
     assert report.held == ("b", "c") and set(report.failed) == {"a"}
     assert fakes[0].is_paused and (source.begun, source.ended) == (1, 1)
     for fake in fakes[1:]:
@@ -114,9 +114,22 @@ def test_a_server_that_cannot_be_reached_is_named(fakes):
 
 
 def test_a_server_that_hangs_is_not_waited_for(fakes):
-    fakes[0].hang_s["/start_weight_update"] = 5.0
-    report = push(fakes, RandomSource(), 1, route_timeout_s=0.5)
-    assert report.held == ("b", "c") and "no answer within 0.5 s" in report.failed["a"]
+    fakes[0].hang_s["/start_weight_update"] = 8.0
+    report = push(fakes, RandomSource(), 1, route_timeout_s=4.0)
+    assert report.held == ("b", "c") and "no answer within 4 s" in report.failed["a"]
+
+
+def test_a_server_that_never_ends_loading_is_not_waited_for(fakes):
+    fakes[0].load_s = 8.0
+    report = push(fakes, RandomSource(), 1, timeout_s=4.0)
+    assert report.held == ("b", "c")
+    assert report.failed == {"a": "server a had not loaded the weights 4 s after the end of the stream"}
+
+
+def test_one_server_that_stalls_the_stream_costs_the_others_no_time_of_theirs(fakes):
+    fakes[1].hang_s["/update_weights"] = 8.0
+    report = push(fakes, RandomSource(), 1, sender_timeout_s=5, timeout_s=4.0)
+    assert report.held == ("a", "c") and "the stream broke" in report.failed["b"]
 
 
 def test_a_server_that_says_it_holds_another_version_is_out(fakes):
@@ -167,8 +180,12 @@ class ListSource:
 
 @pytest.mark.parametrize(
     ("announced", "yielded", "message"),
-    [("abc", "acb", "'c' where its metas announce 'b'"), ("ab", "a", "None where its metas announce 'b'"), ("a", "ab", "'b' after the last")],
-)  # fmt: skip
+    [
+        ("abc", "acb", "'c' where its metas announce 'b'"),
+        ("ab", "a", "None where its metas announce 'b'"),
+        ("a", "ab", "'b' after the last"),
+    ],
+)
 def test_a_source_that_strays_from_its_metas_is_an_error(announced, yielded, message):
     with pytest.raises(ValueError, match=message):
         list(checked_tensors(ListSource(announced, yielded)))
