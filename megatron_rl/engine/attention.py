@@ -49,7 +49,8 @@ class PackedAttention(torch.nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
         """The sinks are cut over tensor-parallel ranks like the heads."""
-        return make_sharded_tensors_for_checkpoint(self.state_dict(), prefix, {"softmax_offset": 0}, sharded_offsets)
+        own = self.state_dict(keep_vars=True)  # the optimizer finds its state by the parameters themselves
+        return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))  # [1, heads, length, d]

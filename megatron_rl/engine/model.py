@@ -235,6 +235,7 @@ def mark_parameters(chunks: list[PolicyModel], placement: Placement, rank: int) 
             continue
         if held.parameter.is_expert:
             parameter.allreduce = False
+            parameter.sequence_parallel = False  # biases: a sum over tensor-parallel ranks would mix different experts
         if isinstance(sharding, Split) and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=sharding.dim, stride=sharding.sections)
 
