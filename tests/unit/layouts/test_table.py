@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.layouts import TRANSFORMER_ENGINE, ParameterTable, Role, TensorMismatchError
+from megatron_rl.layouts import TRANSFORMER_ENGINE, ParameterTable, Role, TensorMismatchError, names_completed_by
 
 DATA = Path(__file__).parents[2] / "data"
+FAMILIES = json.loads((DATA / "small_families.json").read_text())
 MODELS = json.loads((DATA / "small_models.json").read_text())
 PUBLISHED = json.loads((DATA / "published_configs.json").read_text())
 FC1 = "decoder.layers.1.mlp.experts.local_experts.5.linear_fc1.weight"
@@ -32,7 +33,33 @@ def test_names_are_unique_on_both_sides(model: str) -> None:
     assert len({parameter.name for parameter in table.parameters}) == len(table.parameters)
     assert len(table.hf_tensors) == sum(len(parameter.hf) for parameter in table.parameters)
     for name in table.hf_tensors:
-        assert name in [tensor.name for tensor in table.by_hf_name(name).hf]
+        (parameter,) = table.by_hf_name(name)
+        assert name in [tensor.name for tensor in parameter.hf]
+
+
+def test_experts_may_share_a_tensor() -> None:
+    table = ParameterTable(FAMILIES["gpt_oss_moe"])
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert table.hf_tensors[name].shape == (4, 24, 56)
+    assert [parameter.expert for parameter in table.by_hf_name(name)] == [0, 1, 2, 3]
+    assert [names_completed_by(parameter) for parameter in table.by_hf_name(name)] == [[], [], [], [name]]
+
+
+def test_down_projections_of_latent_attention_share_a_scale() -> None:
+    table, attention = ParameterTable(FAMILIES["deepseek_v3_moe"]), "decoder.layers.2.self_attention."
+    q, kv = (table[f"{attention}linear_{part}_down_proj.weight"] for part in ("q", "kv"))
+    assert q.quantisation_group == kv.quantisation_group == q.name
+    assert table[attention + "linear_kv_up_proj.weight"].quantisation_group == attention + "linear_kv_up_proj.weight"
+    direct = ParameterTable(FAMILIES["moonlight_moe"])  # q is projected directly
+    kv = direct[attention + "linear_kv_down_proj.weight"]
+    assert kv.quantisation_group == kv.name
+
+
+def test_the_selection_bias_stays_in_fp32() -> None:
+    table = ParameterTable(FAMILIES["glm4_moe"])
+    bias = table["decoder.layers.1.mlp.router.expert_bias"]
+    assert (bias.dtype, bias.role) == (torch.float32, Role.SELECTION_BIAS)
+    assert table["decoder.layers.1.mlp.router.weight"].dtype is None
 
 
 def test_expert_of_a_mixed_model() -> None:
