@@ -3,6 +3,7 @@
 #
 #   bash scripts/test.sh                                   # all that this machine can run
 #   bash scripts/test.sh tests/unit -k keep_set            # what pytest is told
+#   bash scripts/test.sh -m slow                           # the tests that take minutes each, which the first command leaves out
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh

@@ -1,0 +1,161 @@
+"""kill -9 of each process of a run at a bad moment, then --resume: nothing lost, nothing twice, and the bits of a run never killed.
+
+The moments are watched for from outside. One case runs always, the others with
+
+    pytest tests/e2e/test_kill.py -m slow
+
+Not proved here: that the disk keeps what the kernel was told to write when the machine itself dies.
+"""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.batching import Spool
+from megatron_rl.config import RunFolder
+from megatron_rl.metrics import read_rows
+from megatron_rl.rollouts.ledger import Ledger
+from tests.e2e.moments import wait_for_new_file
+from tests.e2e.runs import REPOSITORY, eventually, kill_9, process_of, processes_of, replay, run, said, train_command
+
+STEPS = 5
+PROMPTS = 2
+WORDS = ["--run.steps", str(STEPS), "--model.architecture.num_hidden_layers", "2"]
+START_S = 300
+"""For a run to come to the moment, on a machine that does other things."""
+
+
+def after_step(step: int) -> Callable[[RunFolder], None]:
+    """Between the optimizer's step and the update of the servers."""
+
+    def wait(folder: RunFolder) -> None:
+        assert eventually(lambda: said(folder.logs / "trainer-0.log", f"step {step}: loss"), START_S, every_s=0.002)
+
+    return wait
+
+
+def while_checkpointing(step: int) -> Callable[[RunFolder], None]:
+    def wait(folder: RunFolder) -> None:
+        assert eventually(folder.checkpoints.exists, START_S)
+        assert wait_for_new_file(folder.checkpoints, ".part", START_S) == ".step_000002.part"
+        name = wait_for_new_file(folder.checkpoints, ".part", START_S)
+        assert name == f".step_{step:06d}.part"
+        # inside it the engine writes a folder aside of its own, whose files come one by one
+        time.sleep(0.05)
+
+    return wait
+
+
+def while_a_payload_is_written(after: int) -> Callable[[RunFolder], None]:
+    def wait(folder: RunFolder) -> None:
+        after_step(after)(folder)
+        wait_for_new_file(folder.path / "spool" / "rollouts", ".part", START_S)
+
+    return wait
+
+
+def program(folder: Path) -> int:
+    return process_of(folder, "megatron_rl.launch.cli")
+
+
+def worker(folder: Path) -> int:
+    return process_of(folder, "megatron_rl.rollouts.worker")
+
+
+def server(folder: Path) -> int:
+    return process_of(folder, "megatron_rl.vllm_plugin.serve")
+
+
+def first_rank(folder: Path) -> int:
+    return process_of(folder, "megatron_rl.trainer", rank=0)
+
+
+def second_rank(folder: Path) -> int:
+    return process_of(folder, "megatron_rl.trainer", rank=1)
+
+
+def live_and_die(folder: RunFolder, moment: Callable[[RunFolder], None], victim: Callable[[Path], int]) -> int:
+    """A run whose victim is killed at the moment; returns the program's exit status when everything of it is gone."""
+    with open(folder.path.with_suffix(".out"), "wb") as output:
+        started = subprocess.Popen(train_command(folder.path, *WORDS), cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        assert eventually(lambda: len(list(processes_of(folder.path))) >= 5, START_S)  # itself, server, worker, two ranks
+        pid = started.pid if victim is program else victim(folder.path)
+        moment(folder)
+        kill_9(pid)
+        status = started.wait(START_S)
+    finally:
+        started.kill()
+        started.wait()
+    assert eventually(lambda: not list(processes_of(folder.path)), 30), list(processes_of(folder.path))
+    return status
+
+
+def fingerprints(folder: RunFolder) -> dict[str, dict]:
+    return {file.name: json.loads(file.read_text()) for file in sorted(folder.fingerprints.glob("step_*.json"))}
+
+
+def assert_every_prompt_was_trained_once(folder: RunFolder) -> None:
+    """By the plans and by the ledger of the last checkpoint, prompt by prompt."""
+    saved = json.loads((folder.checkpoint(STEPS) / "orchestrator.json").read_text())
+    ledger = Ledger.from_json(saved["ledger"], max_attempts=3)  # raises where the totals do not add up
+    spool = Spool(folder.path)
+    trained = [(step, index) for step in range(STEPS) for index in {e.prompt_index for e in spool.recorded(step).entries}]
+    assert len(trained) == len({index for _, index in trained}) == ledger.trained_prompts == STEPS * PROMPTS
+    for step, index in trained:
+        assert ledger.fate(index) == f"trained at step {step}"
+    others = set(range(ledger.drawn)) - {index for _, index in trained}
+    assert all(ledger.fate(index) in ("buffered", "sampling", "waiting") for index in others)
+    assert [row.step for row in read_rows(folder.metrics_file)] == list(range(STEPS))
+
+
+def assert_equals_a_run_that_was_never_killed(folder: RunFolder) -> None:
+    """All steps in one go from the start give what the two lives gave."""
+    again = replay(folder.path, "--from-step", "0")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.stdout.count("same to the bit (by fingerprints)") == STEPS
+
+
+def resume(folder: RunFolder) -> None:
+    before = fingerprints(folder)
+    assert before
+    done = run(train_command(folder.path, *WORDS, "--resume"), timeout_s=START_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    after = fingerprints(folder)
+    assert {name: after[name] for name in before} == before  # what had been trained is trained again to the same bits
+    assert said(folder.logs / "events.log", "are done again from their recorded plans")
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("moment", "victim"),
+    [
+        pytest.param(after_step(3), program, id="program-before-the-sync"),
+        pytest.param(after_step(3), first_rank, id="first-rank-before-the-sync", marks=slow),
+        pytest.param(after_step(3), second_rank, id="second-rank-before-the-sync", marks=slow),
+        pytest.param(while_checkpointing(4), program, id="program-while-checkpointing", marks=slow),
+        pytest.param(while_checkpointing(4), second_rank, id="second-rank-while-checkpointing", marks=slow),
+        pytest.param(while_a_payload_is_written(2), worker, id="worker-while-spooling", marks=slow),
+        pytest.param(while_a_payload_is_written(2), program, id="program-while-spooling", marks=slow),
+    ],
+)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, moment, victim):
+    folder = RunFolder(tmp_path / "killed")
+    assert live_and_die(folder, moment, victim) != 0
+    resume(folder)
+    assert_every_prompt_was_trained_once(folder)
+    assert_equals_a_run_that_was_never_killed(folder)
+
+
+@slow
+def test_a_server_killed_before_the_sync_is_replaced_in_the_same_run(tmp_path):
+    folder = RunFolder(tmp_path / "server")
+    assert live_and_die(folder, after_step(2), server) == 0
+    assert_every_prompt_was_trained_once(folder)
+    assert_equals_a_run_that_was_never_killed(folder)
