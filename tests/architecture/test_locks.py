@@ -1,0 +1,26 @@
+"""The lock files hold what pyproject.toml asks for, so that nobody adds a dependency and forgets `bash scripts/lock.sh`."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.architecture.source import REPOSITORY
+
+LOCKS = sorted((REPOSITORY / "scripts" / "locks").glob("py*.txt"))
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
+def test_lock_satisfies_the_direct_dependencies(path: Path) -> None:
+    """Proves nothing of indirect dependencies: pip's resolver found those together."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    wanted = [Requirement(line) for line in (*project["dependencies"], *project["optional-dependencies"]["test"])]
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    locked = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+
+    environment = {"python_version": path.stem.removeprefix("py")}
+    needed = [requirement for requirement in wanted if requirement.marker is None or requirement.marker.evaluate(environment)]
+    wrong = [str(item) for item in needed if not item.specifier.contains(locked.get(canonicalize_name(item.name), "0"))]
+    assert not wrong, f"{path.name} does not hold {wrong}: run `bash scripts/lock.sh {environment['python_version']}`"
