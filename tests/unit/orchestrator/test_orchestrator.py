@@ -14,8 +14,21 @@ from megatron_rl.orchestrator import Orchestrator, RunFailed, RunState, control_
 from megatron_rl.records import GroupResult, GroupTask, RolloutSummary, StepPlan
 from megatron_rl.rollouts.fleet import Fleet, FleetLimits
 from megatron_rl.wire.control import (
-    KEY_HEADER, Ack, GroupReport, Order, OrderRequest, ProbeOrder, ProbeReport, ProbeRequest, SavedReport, StepReport, WeightsReport,
-    WorkOrder, WorkRequest, decode, encode,
+    KEY_HEADER,
+    Ack,
+    GroupReport,
+    Order,
+    OrderRequest,
+    ProbeOrder,
+    ProbeReport,
+    ProbeRequest,
+    SavedReport,
+    StepReport,
+    WeightsReport,
+    WorkOrder,
+    WorkRequest,
+    decode,
+    encode,
 )  # fmt: skip
 
 KEY = "k"
