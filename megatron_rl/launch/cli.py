@@ -72,6 +72,35 @@ def replay(
         raise typer.Exit(1)
 
 
+@app.command(context_settings=Overrides)
+def check(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="The TOML file of the run that is to be submitted.", show_default=False)],
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here, as JSON.", show_default=False)] = None,
+    no_server: Annotated[bool, typer.Option("--no-server", help="Leave out the stage with a real vLLM server.")] = False,
+    plant: Annotated[
+        str | None,
+        typer.Option(
+            help="Plant a fault, to see the check fail: swapped-gate-up, shifted-routes, one-sided-temperature, unreduced-expert-grad.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Prove model and layout on a small copy of the run, on this machine's CPU, before a job is submitted.
+
+    The copy has the run's model family with all its features, a few small layers, and every parallel size above 1 as 2. Stages:
+    *conversion* (Hugging Face to Megatron and back, to the last bit), *forward* (against transformers in float64), *layout* (against
+    one rank), *replay* (experts, keep-sets, temperature), *sync* (one update of a real vLLM server, where vLLM's CPU build is).
+    Further words override the file, as in `train`. Exit status 1 when a stage fails.
+    """
+    from megatron_rl.launch.check import check_and_print
+
+    with _user_errors():
+        passed = check_and_print(load_config(config, context.args), plant=plant, with_server=not no_server, json_file=json_file)
+    if not passed:
+        raise typer.Exit(1)
+
+
 @convert.command("hf-to-megatron")
 def hf_to_megatron(
     source: Annotated[Path, typer.Argument(help="Hugging Face folder: config.json, safetensors.", show_default=False)],

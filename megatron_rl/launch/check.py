@@ -1,0 +1,20 @@
+"""`megatron-rl check`: the stages announced as they run, then the table."""
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_rl.config import Config
+from megatron_rl.preflight import check, print_report
+
+
+def check_and_print(config: Config, *, plant: str | None, with_server: bool, json_file: Path | None) -> bool:
+    """Whether all stages passed. json_file: where the numbers go as well."""
+    console = Console()
+    with console.status("starting") as status:  # nothing where nobody looks
+        report = check(config, plant=plant, with_server=with_server, announce=status.update)
+    print_report(report, console)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    return not report.failed

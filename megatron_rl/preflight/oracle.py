@@ -1,0 +1,133 @@
+"""The judge of every number: transformers' own model in float64, one sequence at a time, with experts forced where they are recorded."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron_rl.conversion.model_files import read_config
+from megatron_rl.layouts import ParameterTable, UnknownFamilyError, family_of
+
+
+class Choices(TorchFunctionMode):
+    """Within it, every router's choice of experts is noted, and the recorded experts take the place of its own.
+
+    A router is a top-k over a matrix [tokens, experts]; whatever it then makes of the chosen scores is left to it, and gradients
+    reach it through them. experts: i64 [tokens, L, K], layers in order; recorded: bool [tokens]; None: every choice is the router's.
+    """
+
+    def __init__(self, num_experts: int, top_k: int, experts: Tensor | None = None, recorded: Tensor | None = None) -> None:
+        super().__init__()
+        self._shape, self._experts, self._recorded = (num_experts, top_k), experts, recorded
+        self.chosen: list[Tensor] = []
+        """Of each MoE layer, [tokens, K]."""
+        self.margin = float("inf")
+        """By how much, at least, an expert was chosen before another."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        found = function(*args, **kwargs)
+        if function not in (torch.topk, Tensor.topk):
+            return found
+        scores, k = args[0], kwargs["k"] if "k" in kwargs else args[1]
+        if scores.dim() != 2 or (scores.shape[1], k) != self._shape:  # of groups of experts
+            return found
+        return self._choose(scores, found.indices)
+
+    def _choose(self, scores: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
+        if scores.shape[1] > live.shape[1]:
+            with torch.no_grad():
+                ordered = scores.detach().sort(dim=1, descending=True).values
+                self.margin = min(self.margin, float((ordered[:, live.shape[1] - 1] - ordered[:, live.shape[1]]).min()))
+        experts = live
+        if self._experts is not None:
+            experts = torch.where(self._recorded[:, None], self._experts[:, len(self.chosen)], live)
+        self.chosen.append(experts)
+        return scores.gather(1, experts), experts
+
+
+class Oracle:
+    """A saved model as transformers reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        """UnknownFamilyError for a model that transformers has no class for."""
+        self._config = read_config(folder)
+        self.architecture = ParameterTable(self._config).architecture
+        self.model = _load(folder, self._config)
+
+    def logits(self, tokens: np.ndarray, experts: np.ndarray | None = None) -> tuple[Tensor, Choices | None]:
+        """f64 [N, V] of one sequence of N tokens, and the choices of its routers (None in a dense model).
+
+        experts: [R, L, K], forced on the first R tokens; the others, and with None all, go where the router sends them.
+        """
+        moe = self.architecture.moe
+        ids = torch.from_numpy(tokens.astype(np.int64))[None]
+        if moe is None:
+            return self.model(input_ids=ids, use_cache=False).logits[0], None
+        with self._choices(len(tokens), experts) as choices:
+            logits = self.model(input_ids=ids, use_cache=False).logits[0]
+        assert len(choices.chosen) == len(moe.layers), f"{len(choices.chosen)} routers chose, the model has {len(moe.layers)}"
+        return logits, choices
+
+    def gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        """f64 gradients under the names of a checkpoint: transformers writes them as it would write the weights."""
+        self.model.zero_grad()
+        loss.backward()
+        parameters = dict(self.model.named_parameters())
+        weights = {name: parameter.data for name, parameter in parameters.items()}
+        for parameter in parameters.values():
+            parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        try:
+            with TemporaryDirectory() as folder:
+                self.model.save_pretrained(folder)
+                found = {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
+        finally:
+            for name, parameter in parameters.items():
+                parameter.data = weights[name]
+        buffers = {name for name, _ in self.model.named_buffers()}
+        return {name: tensor for name, tensor in found.items() if name not in buffers}
+
+    @contextmanager
+    def _choices(self, num_tokens: int, experts: np.ndarray | None) -> Iterator[Choices]:
+        moe = self.architecture.moe
+        forced = recorded = None
+        if experts is not None:
+            forced = torch.zeros((num_tokens, len(moe.layers), moe.top_k), dtype=torch.int64)
+            forced[: len(experts)] = torch.from_numpy(experts.astype(np.int64))
+            recorded = torch.arange(num_tokens) < len(experts)
+        with Choices(moe.num_experts, moe.top_k, forced, recorded) as choices:
+            yield choices
+
+
+def check_known_to_transformers(hf_config: Mapping[str, Any]) -> None:
+    """UnknownFamilyError where there is nobody to compare with."""
+    _class_of(hf_config)
+
+
+def _class_of(hf_config: Mapping[str, Any]) -> type[transformers.PreTrainedModel]:
+    name = family_of(hf_config).causal_lm
+    found = getattr(transformers, name, None)
+    if found is None:
+        raise UnknownFamilyError(
+            f"transformers {transformers.__version__} has no {name} (model_type {hf_config.get('model_type')!r}), so that nothing can judge "
+            "the model; install a version that has it"
+        )
+    return found
+
+
+def _load(folder: Path, hf_config: Mapping[str, Any]) -> transformers.PreTrainedModel:
+    kind = _class_of(hf_config)
+    # The class's own config: a family under another name (kimi_k2) has no class of its own. Eager: the fused products know no float64.
+    config = kind.config_class(**hf_config)
+    config._experts_implementation = "eager"
+    transformers.utils.logging.disable_progress_bar()  # of files that are read in a moment, amid the check's own lines
+    model = kind.from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="eager")
+    return model.double().eval()

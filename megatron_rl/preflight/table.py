@@ -1,0 +1,43 @@
+"""A check's report as a table for a person."""
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.preflight.results import CheckReport, StageResult
+
+
+def print_report(report: CheckReport, console: Console) -> None:
+    table = Table(title="megatron-rl check" + (f" --plant {report.plant}" if report.plant else ""), title_justify="left", show_lines=False)
+    for column, justify in (("stage", "left"), ("what", "left"), ("number", "right"), ("has to be", "right"), ("", "left"), ("s", "right")):
+        table.add_column(column, justify=justify, overflow="fold")
+    for stage in report.stages:
+        for row in _rows(stage):
+            table.add_row(*row)
+        table.add_section()
+    console.print(_small_run(report))
+    console.print(table)
+    for stage in report.stages:
+        if stage.broke_off:
+            console.print(f"[red]{stage.name}[/red] broke off:")
+            console.print(stage.note, markup=False, highlight=False)
+    verdict = "[green]all stages passed[/green]" if not report.failed else f"[red]failed: {', '.join(report.failed)}[/red]"
+    console.print(verdict)
+
+
+def _rows(stage: StageResult) -> list[tuple[str, ...]]:
+    if stage.skipped or stage.broke_off:
+        mark = "[yellow]skipped[/yellow]" if stage.skipped else "[red]FAILED[/red]"
+        return [(stage.name, stage.note if stage.skipped else "broke off, see below", "", "", mark, f"{stage.seconds:.0f}")]
+    rows = []
+    for number, m in enumerate(stage.measurements):
+        first = number == 0
+        bound = f"{'>=' if m.at_least else '<='} {m.bound:.3g}"
+        mark = "[green]ok[/green]" if m.passed else "[red]FAILED[/red]"
+        rows.append((stage.name if first else "", m.what, f"{m.value:.3g}", bound, mark, f"{stage.seconds:.0f}" if first else ""))
+    return rows
+
+
+def _small_run(report: CheckReport) -> str:
+    sizes = ", ".join(f"{name} {value}" for name, value in report.layout.items() if value not in (None, 1, False))
+    model = report.model
+    return f"{model['model_type']}, {model['num_hidden_layers']} layers of width {model['hidden_size']}; layout: {sizes or 'one rank'}"

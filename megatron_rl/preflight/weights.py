@@ -1,0 +1,35 @@
+"""Random weights of the shrunken model, of which every single one changes the result."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.conversion import write_hf_checkpoint
+from megatron_rl.layouts import ParameterTable, Role
+
+_VOCABULARY_SCALE = 3.5
+"""Logits of this standard deviation at temperature 1: keep-sets from singletons to wide ones."""
+_SCALE = 1.2
+"""Each linear map keeps the size of what it gets, so that routers and attention are far from uniform and from one-hot."""
+
+
+def write_random_weights(folder: Path, hf_config: Mapping[str, Any], seed: int) -> None:
+    """A model folder without a tokenizer, in fp32."""
+    table = ParameterTable(hf_config)
+    write_hf_checkpoint(folder, random_weights(table, seed), hf_config, dtype=torch.float32)
+
+
+def random_weights(table: ParameterTable, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Norms around 1, and biases that are not 0: those of a fresh model would hide that they are at one another's place."""
+    generator = torch.Generator().manual_seed(seed)
+    per_input = table.architecture.hidden_size**-0.5
+    for tensor in table.hf_tensors.values():
+        role = table.by_hf_name(tensor.name)[0].role
+        scale = {Role.NORM: 0.2, Role.BIAS: 0.3, Role.SELECTION_BIAS: 0.2}.get(role)
+        if scale is None:
+            scale = (_VOCABULARY_SCALE if role in (Role.EMBEDDING, Role.OUTPUT) else _SCALE) * per_input
+        values = torch.randn(tensor.shape, generator=generator) * scale
+        yield tensor.name, values + 1.0 if role is Role.NORM else values

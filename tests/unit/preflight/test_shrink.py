@@ -1,0 +1,77 @@
+"""The small copy has the features of the published models and of their layouts; that it computes the same is shown by the check itself."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import load_config
+from megatron_rl.layouts import GroupedQueryAttention, ModelArchitecture, ParameterTable, Placement
+from megatron_rl.preflight.shrink import shrunk_config, shrunk_layout, shrunk_model, with_expert_replicas
+from megatron_rl.topology import Layout
+
+ROOT = Path(__file__).parents[3]
+PUBLISHED = json.loads((ROOT / "tests" / "data" / "published_configs.json").read_text())
+
+
+def features(model: ModelArchitecture) -> dict[str, object]:
+    attention, moe = model.attention, model.moe
+    found = {
+        "attention": type(attention), "rope": model.rope.kind, "rotary share": model.rope.fraction, "tied": model.tie_word_embeddings,
+        "biases": model.linear_biases, "clamp": model.swiglu_limit, "norm": model.norm_eps, "dense layers": bool(model.dense_layers),
+        "leading dense": 0 in model.dense_layers,
+    }  # fmt: skip
+    if isinstance(attention, GroupedQueryAttention):
+        shares = attention.num_heads > attention.num_query_groups
+        found |= {"heads share": shares, "norms": attention.qk_norm, "bias": attention.qkv_bias, "sinks": attention.sinks, "window": bool(attention.windowed_layers)}
+    else:
+        found["low-rank q"] = attention.q_lora_rank is not None
+    if moe:
+        found |= {
+            "scoring": moe.scoring, "normalised": moe.normalize_top_k, "bias of choice": moe.selection_bias, "scale": moe.scaling_factor,
+            "shared": moe.shared_ffn_hidden_size > 0, "groups": moe.num_groups > 1,
+        }  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_keeps_its_features_and_fits_its_small_layout(name: str) -> None:
+    original, config = PUBLISHED[name]["config"], load_config(ROOT / "model_configs" / f"{name.lower()}.toml")
+    layout = shrunk_layout(config.parallel)
+    small = shrunk_model(original, config.parallel)
+    table = ParameterTable(small, padded_vocab_size=layout.padded_vocab_size(small["vocab_size"]))
+    assert features(table.architecture) == features(ParameterTable(original).architecture)
+    Placement(table, layout)
+    assert layout.world_size <= 8 and table.num_parameters < 1_000_000
+    assert shrunk_config(config, small, layout).parallel == layout
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_no_matrix_is_square(name: str) -> None:
+    small = shrunk_model(PUBLISHED[name]["config"], Layout())
+    square = [t.name for t in ParameterTable(small).hf_tensors.values() if len(t.shape) > 1 and t.shape[-1] == t.shape[-2]]
+    assert not square
+
+
+@pytest.mark.parametrize(
+    ("given", "small"),
+    [
+        (Layout(1), Layout(1)),
+        (Layout(64, tp=8, ep=8), Layout(4, tp=2, ep=2)),
+        (Layout(512, tp=4, pp=16, ep=16, first_stage_layers=3, last_stage_layers=2), Layout(8, tp=2, pp=2, ep=2, first_stage_layers=1, last_stage_layers=3)),
+        (Layout(32, tp=4, pp=4, ep=4, etp=2, vpp=3), Layout(8, tp=2, pp=2, ep=2, etp=2, vpp=2)),
+        (Layout(64, tp=4, cp=4, pp=4), Layout(8, tp=2, cp=2, pp=2)),
+        (Layout(4, tp=4, ep=2, etp=2), Layout(4, tp=2, ep=2, etp=2)),  # one data-parallel rank more than given
+    ],
+    ids=str,
+)
+def test_sizes_above_one_become_two(given: Layout, small: Layout) -> None:
+    assert shrunk_layout(given) == small
+
+
+@pytest.mark.parametrize("layout", [Layout(2, ep=2), Layout(8, tp=2, pp=2, ep=2, etp=2), Layout(1), Layout(4, ep=2)], ids=str)
+def test_replicas_of_experts_are_made(layout: Layout) -> None:
+    wide = with_expert_replicas(layout)
+    assert wide.edp == 2 and wide.world_size <= 8
+    assert replace(wide, world_size=layout.world_size, pp=layout.pp) == layout
