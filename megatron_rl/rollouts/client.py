@@ -46,7 +46,7 @@ class VllmClient:
         }
         answer = await self.post("/inference/v1/generate", request)
         choice = _only_choice(self.url, answer)
-        spans = await self._spans.ask(request_id)
+        spans = _own_spans(self.url, choice) or await self._spans.ask(request_id)
         try:  # in a thread: a long answer holds a million entries
             return await asyncio.to_thread(
                 decode_completion, request_id, choice, spans, sampling, self._source, self._model.moe_layers
@@ -103,6 +103,15 @@ def _only_choice(url: str, answer: dict[str, Any]) -> dict[str, Any]:
         shape = {key: choice.get(key) for key in ("index", "finish_reason")} | {"choices": len(choices)}
         raise ServerError(url, "POST /inference/v1/generate", f"not one finished choice with log-probs: {shape}")
     return choice
+
+
+def _own_spans(url: str, choice: dict[str, Any]) -> list[list[int]] | None:
+    """[[first generated token, version], ...] where the engine itself stamps its tokens (vLLM from 0.32 on); None where it does not."""
+    spans = choice.get("weight_versions")
+    try:
+        return spans and [[span["start"], int(span["version"])] for span in spans]
+    except (ValueError, TypeError, KeyError) as error:  # 'default' is what a server says before its first update
+        raise ServerError(url, "POST /inference/v1/generate", f"version spans {spans}: no policy version was sent to it yet") from error
 
 
 class _SpanQuestions:

@@ -106,6 +106,8 @@ def _routes(uid: str, encoded: str | None, moe_layers: Sequence[int]) -> np.ndar
     if routes.ndim != 3 or routes.shape[1] <= max(moe_layers):
         rule = f"routes have shape [tokens - 1, layers, experts per token] with more than {max(moe_layers)} layers"
         raise ContractError(rollout=uid, token=None, value=f"routes of shape {routes.shape}", rule=rule)
+    if routes.dtype == np.int32:  # newer engines do not narrow; what does not fit the record's type fails its check
+        routes = np.where((routes >= 0) & (routes < 0xFFFF), routes, 0xFFFF).astype(np.uint16)
     return np.ascontiguousarray(routes[:, list(moe_layers)])
 
 

@@ -144,6 +144,22 @@ def test_a_missing_native_mask_is_never_taken_for_the_whole_vocabulary():
     assert isinstance(error, ContractError) and "--return-sampling-mask" in str(error)
 
 
+def test_an_engine_that_stamps_its_tokens_itself_is_not_asked():
+    """vLLM 0.33's own spans, and its int32 routes."""
+    stamped = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 6}]
+    with running(FakeVllm()) as server:
+        server.script = [lambda answer: change(weight_versions=stamped, routed_experts=widened(answer))(answer)]
+        (got,) = generate(server)
+    assert got.policy_versions.tolist() == [4, 4, 5, 5, 5, 5]
+    assert got.routed_experts.dtype == np.uint16
+    assert (got.routed_experts == server.truth["a"]["routes"][:, [1, 3]]).all()
+
+
+def widened(answer):
+    routes = np.load(io.BytesIO(base64.b64decode(answer["choices"][0]["routed_experts"])))
+    return encoded(routes.astype(np.int32))
+
+
 @pytest.mark.parametrize("spans", [[], [[1, 0]], [[0, 0], [0, 1]], [[0, 0], [6, 1]], [[0, 0], [4, 1], [2, 2]]])
 def test_version_spans_that_do_not_fit(spans):
     server = FakeVllm()
