@@ -130,7 +130,14 @@ def parallel_layout(layout: Layout, *, timeout_s: float = 600.0, seed: int = 0) 
     try:
         yield groups
     finally:
+        _close_groups(ps._global_process_group_list)
         ps.destroy_model_parallel()
+
+
+def _close_groups(groups: list[dist.ProcessGroup | None]) -> None:
+    """Megatron only forgets its groups; torch keeps each of them, with its threads and connections, until it is told."""
+    for group in filter(None, groups):
+        dist.destroy_process_group(group)
 
 
 def _seed(seed: int) -> None:

@@ -1,5 +1,6 @@
 """Processes that share one torch.distributed world and run one case after the other, so that a hundred cases cost one start."""
 
+import gc
 import multiprocessing
 import socket
 import traceback
@@ -75,3 +76,4 @@ def _serve(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
         except Exception:  # noqa: BLE001 - whatever it is, the tests are told
             answer = (traceback.format_exc(), None)
         pipe.send(answer)
+        gc.collect()  # engines lie in cycles, and hold process groups with threads of their own
