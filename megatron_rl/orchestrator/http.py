@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import uvicorn
 from pydantic import ValidationError
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -30,6 +30,8 @@ def control_app(key: str, handlers: Mapping[str, tuple[type, Handler]], status: 
                 return PlainTextResponse(f"{request.url.path}: the header {KEY_HEADER} does not hold this run's key", 401)
             try:
                 message = decode(await request.body(), kind)
+            except ClientDisconnect:  # a worker that was told to stop breaks off what it was sending
+                return Response(status_code=400)
             except ValidationError as error:
                 return PlainTextResponse(f"{request.url.path}: not a {kind.__name__}: {error}", 400)
             return Response(encode(await handler(message)), media_type="application/json")
