@@ -1,16 +1,20 @@
 """`megatron-rl check`: the stages announced as they run, then the table."""
 
 import json
+import signal
+import sys
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron_rl.config import Config
-from megatron_rl.preflight import check, print_report
+from megatron_rl.preflight.check import check
+from megatron_rl.preflight.table import print_report
 
 
 def check_and_print(config: Config, *, plant: str | None, with_server: bool, json_file: Path | None) -> bool:
     """Whether all stages passed. json_file: where the numbers go as well."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that processes and files go on this way out too
     console = Console()
     with console.status("starting") as status:  # nothing where nobody looks
         report = check(config, plant=plant, with_server=with_server, announce=status.update)

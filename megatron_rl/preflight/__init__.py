@@ -1,16 +1,11 @@
 """The proofs behind `megatron-rl check`: conversion, parity, replay and sync, on a small copy of the user's model and layout.
 
-    report = check(config)                   # all stages; local processes on the CPU, which end with it
+    report = check.check(config)             # all stages; local processes on the CPU, which end with it
     report.failed                            # names of the stages that failed
-    print_report(report, Console())
+    table.print_report(report, Console())
 
 shrink makes the copy; oracle is transformers' model in float64, which also samples the sequences; ranks is what the trainer ranks of a
 world run; stages compares; plants are faults planted on purpose, to see that each stage can fail.
+
+Importing this package loads nothing else: the ranks import parts of it, and do without transformers.
 """
-
-from megatron_rl.preflight.check import STAGES, check
-from megatron_rl.preflight.plants import PLANTS
-from megatron_rl.preflight.results import CheckReport, Measurement, StageResult
-from megatron_rl.preflight.table import print_report
-
-__all__ = ["PLANTS", "STAGES", "CheckReport", "Measurement", "StageResult", "check", "print_report"]

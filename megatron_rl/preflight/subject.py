@@ -6,16 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from megatron_rl.config import Config
 from megatron_rl.conversion import HfCheckpoint
-from megatron_rl.layouts import ParameterTable, Placement
-from megatron_rl.preflight.oracle import Oracle, check_known_to_transformers
-from megatron_rl.preflight.sequences import sample_sequences, supervised_loss, write_plan
-from megatron_rl.preflight.shrink import SAMPLING, shrunk_config, shrunk_layout, shrunk_model, with_expert_replicas
-from megatron_rl.preflight.weights import write_random_weights
-from megatron_rl.records import Sampling
+from megatron_rl.layouts import ParameterTable
 from megatron_rl.topology import Layout
 
 PLAIN, REPLAYED = 0, 1
@@ -59,31 +53,3 @@ class Subject:
 
     def weights(self) -> HfCheckpoint:
         return HfCheckpoint.open(self.model_folder)
-
-
-def small_run(config: Config, hf_config: Mapping[str, Any], *, expert_replicas: bool) -> Config:
-    """The run to check. ValueError where the user's own layout does not fit the user's own model, or nobody knows the model."""
-    check_known_to_transformers(hf_config)
-    layout = config.parallel
-    Placement(ParameterTable(hf_config, padded_vocab_size=layout.padded_vocab_size(hf_config["vocab_size"])), layout)
-    small = shrunk_layout(layout)
-    return shrunk_config(config, shrunk_model(hf_config, layout), with_expert_replicas(small) if expert_replicas else small)
-
-
-def make_subject(folder: Path, config: Config) -> tuple[Subject, dict[str, Tensor]]:
-    """Write model and sequences into `folder`; config: of `small_run`. Also the oracle's gradients of the plain plan's supervised loss."""
-    write_random_weights(folder / "model", config.model.architecture or {}, seed=config.run.seed)
-    oracle = Oracle(folder / "model")
-    sampled = {
-        PLAIN: sample_sequences(oracle, Sampling(top_p=SAMPLING.top_p, top_k=SAMPLING.top_k), seed=PLAIN, forced_experts=False),
-        REPLAYED: sample_sequences(oracle, SAMPLING, seed=REPLAYED, forced_experts=True),
-    }
-    plans = {number: write_plan(folder, number, [s.rollout for s in scored]) for number, scored in sampled.items()}
-    expected = {
-        number: Expected(
-            {n: s.log_probs for n, s in enumerate(scored) if len(s.log_probs)}, {n: s.entropies for n, s in enumerate(scored) if len(s.log_probs)}
-        )
-        for number, scored in sampled.items()
-    }
-    gradients = oracle.gradients(supervised_loss(oracle, sampled[PLAIN]))
-    return Subject(folder, config, plans, expected), gradients

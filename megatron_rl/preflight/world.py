@@ -1,5 +1,6 @@
 """Processes that share one torch.distributed world over Gloo and run one case after the other, so that many cases cost one start."""
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -102,6 +103,7 @@ def _serve(rank: int, size: int, rendezvous: str, pipe: Connection, log_file: Pa
             answer = (None, case(rank, *args))
         except Exception:  # noqa: BLE001 - whatever it is, the asking process has to hear of it
             answer = (traceback.format_exc(), None)
+        gc.collect()  # engines lie in cycles, and hold process groups with threads of their own
         pipe.send(answer)
 
 

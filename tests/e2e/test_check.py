@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.preflight.check import hf_config_of, run_stages
-from megatron_rl.preflight.subject import make_subject, small_run
+from megatron_rl.preflight.making import make_subject, small_run
 from megatron_rl.preflight.world import World
 
 REPOSITORY = Path(__file__).parents[2]

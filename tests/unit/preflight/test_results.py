@@ -5,7 +5,8 @@ import json
 
 from rich.console import Console
 
-from megatron_rl.preflight import CheckReport, Measurement, StageResult, print_report
+from megatron_rl.preflight.results import CheckReport, Measurement, StageResult
+from megatron_rl.preflight.table import print_report
 
 NAN = float("nan")
 
