@@ -83,6 +83,16 @@ def test_the_export_is_a_model_that_transformers_loads_with_other_weights_than_t
         assert (exported(ids).logits - started(ids).logits).abs().max() > 1e-3
 
 
+def test_the_export_holds_the_trainers_weights_to_the_bit(run, tmp_path):
+    from safetensors.torch import load_file
+
+    words = [sys.executable, "-m", "megatron_rl.launch.cli", "convert", "megatron-to-hf", str(run.checkpoint(2)), str(tmp_path / "converted")]
+    converted = subprocess.run(words, capture_output=True, text=True, timeout=200, cwd=REPOSITORY, check=False)
+    assert converted.returncode == 0, converted.stdout + converted.stderr
+    mine, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "converted", run.export))
+    assert mine.keys() == theirs.keys() and all((mine[name] == theirs[name]).all() for name in mine)
+
+
 def test_a_finished_run_goes_on_to_more_steps(run):
     resumed = train(run.path, "--resume", "--run.steps", "3")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
