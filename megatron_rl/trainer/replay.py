@@ -12,6 +12,7 @@ import torch
 
 from megatron_rl.batching import Spool
 from megatron_rl.config import RunFolder
+from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics import read_rows
 from megatron_rl.trainer.comparison import StepComparison, comparable, differing_metrics
 from megatron_rl.trainer.fingerprint import Fingerprint, TensorDifference
@@ -47,7 +48,7 @@ def compare(trainer: Trainer, step: int, metrics: dict[str, float]) -> StepCompa
     first = recorded.first_difference(trainer.fingerprint) if recorded is not None else None
     behind = trainer.folder.checkpoint(step + 1)
     wanted = share((recorded is None or first is not None) and behind.exists())
-    differences = differences_from(trainer, behind) if wanted else None
+    differences = differences_from(trainer.engine, behind) if wanted else None
     if trainer.groups.rank != 0:
         return None
     values = comparable(metrics)
@@ -63,15 +64,15 @@ def compare(trainer: Trainer, step: int, metrics: dict[str, float]) -> StepCompa
 
 
 @torch.no_grad()
-def differences_from(trainer: Trainer, checkpoint: Path) -> Sequence[dict[str, float]] | None:
-    """Of each rank, tensor name to the largest absolute difference between the trainer's state and the checkpoint's. A collective.
+def differences_from(engine: Engine, checkpoint: Path) -> Sequence[dict[str, float]] | None:
+    """Of each rank, tensor name to the largest absolute difference between the state and the checkpoint's. A collective.
 
     The state is as before afterwards. It is kept on the host meanwhile, so that the device needs no second copy.
     """
-    own = {name: tensor.cpu().clone() for name, tensor in trainer.engine.state()}
-    load_checkpoint(trainer.engine, checkpoint)
+    own = {name: tensor.cpu().clone() for name, tensor in engine.state()}
+    load_checkpoint(engine, checkpoint)
     found = {}
-    for name, tensor in trainer.engine.state():
+    for name, tensor in engine.state():
         found[name] = _largest(own[name], tensor.cpu())
         tensor.copy_(own[name])
     return gather_on_first(found)
