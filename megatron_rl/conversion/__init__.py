@@ -5,8 +5,7 @@ checkpoint = open_checkpoint(folder)                        # either kind, as a 
 
 checkpoint = HfCheckpoint.open(folder)
 checkpoint.check(table)                                     # every name accounted for, before any work
-for held, shard in rank_shards(checkpoint, placement, rank): ...     # load: only what this rank needs
-write_hf_checkpoint(out, hf_tensors(table, gather), config, dtype=torch.bfloat16, assets_from=folder)   # export
+write_hf_checkpoint(out, tensors, config, dtype=torch.bfloat16, assets_from=folder)   # export, e.g. of engine.hf_tensors()
 """
 
 from megatron_rl.conversion.convert import hf_to_megatron, megatron_to_hf
@@ -17,7 +16,7 @@ from megatron_rl.conversion.megatron_checkpoint import MegatronCheckpoint
 from megatron_rl.conversion.opening import open_checkpoint
 from megatron_rl.conversion.random_model import make_random_model, random_hf_tensors
 from megatron_rl.conversion.stored import TensorSpec
-from megatron_rl.conversion.streams import hf_tensors, rank_shards
+from megatron_rl.conversion.streams import hf_tensors
 
 __all__ = [
     "CheckpointError",
@@ -31,6 +30,5 @@ __all__ = [
     "megatron_to_hf",
     "open_checkpoint",
     "random_hf_tensors",
-    "rank_shards",
     "write_hf_checkpoint",
 ]

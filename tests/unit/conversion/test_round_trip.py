@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from megatron_rl.conversion import HfCheckpoint, hf_tensors, rank_shards, write_hf_checkpoint
+from megatron_rl.conversion import HfCheckpoint, hf_tensors, write_hf_checkpoint
 from megatron_rl.layouts import Parameter, ParameterTable, Placement
 from megatron_rl.topology import Layout
 
@@ -80,7 +80,7 @@ def test_there_and_back(saved: dict[str, Path], model: str, layout: Layout) -> N
     padded = layout.padded_vocab_size(MODELS[model]["vocab_size"])
     placement = Placement(ParameterTable(checkpoint.config, padded_vocab_size=padded), layout)
     ranks = [
-        {held.parameter.name: shard for held, shard in rank_shards(checkpoint, placement, rank)}
+        {held.parameter.name: held.shard_from_hf(checkpoint) for held in placement.held_by(rank).values()}
         for rank in range(layout.world_size)
     ]
 
