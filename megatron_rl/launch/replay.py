@@ -29,7 +29,7 @@ def replay_run(run: RunFolder, overrides: Sequence[str], first: int, steps: int 
     scratch = _scratch(run, config, first)
     if overrides:
         prepare_model(scratch.config_file, None)  # a layout that does not fit is refused here, in plain words
-    show(f"steps {first}..{first + count - 1} of {run.path}, on {config.layout.world_size} ranks; logs: {scratch.logs}")
+    show(f"steps {first}..{first + count - 1} of {run.path}, trainer ranks: {config.layout.world_size}; logs: {scratch.logs}")
     compared = []
     for comparison in _comparisons(config, run, scratch, first, count):
         show(comparison.text)
