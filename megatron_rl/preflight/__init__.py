@@ -4,8 +4,8 @@
     report.failed                            # names of the stages that failed
     table.print_report(report, Console())
 
-shrink makes the copy; oracle is transformers' model in float64, which also samples the sequences; ranks is what the trainer ranks of a
-world run; stages compares; plants are faults planted on purpose, to see that each stage can fail.
+shrink makes the copy; oracle is transformers' model in float64, which also samples the sequences; ranks is what the trainer's
+ranks run; stages compares; plants are faults planted on purpose, to see that each stage can fail.
 
 Importing this package loads nothing else: the ranks import parts of it, and do without transformers.
 """

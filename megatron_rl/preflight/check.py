@@ -1,4 +1,4 @@
-"""`megatron-rl check`: all stages on a small copy of the user's run, the faster ones first; a stage that fails does not keep the next from running."""
+"""`megatron-rl check`: all stages on a small copy of the user's run. One that fails does not keep the next from running."""
 
 import os
 import time
@@ -35,7 +35,9 @@ STAGES = {
 Announce = Callable[[str], None]
 
 
-def check(config: Config, *, plant: str | None = None, with_server: bool = True, announce: Announce = lambda line: None) -> CheckReport:
+def check(
+    config: Config, *, plant: str | None = None, with_server: bool = True, announce: Announce = lambda line: None
+) -> CheckReport:
     """Run all stages. ValueError where the run itself cannot be: layout and model do not fit, or nobody knows the model.
 
     plant: a fault to plant, of PLANTS. announce: called with a line before each stage.
@@ -62,7 +64,12 @@ def check(config: Config, *, plant: str | None = None, with_server: bool = True,
 
 
 def run_stages(
-    subject: Subject, gradients: Mapping[str, Tensor], one: World, many: World, plant: str | None, announce: Announce = lambda line: None
+    subject: Subject,
+    gradients: Mapping[str, Tensor],
+    one: World,
+    many: World,
+    plant: str | None,
+    announce: Announce = lambda line: None,
 ) -> list[StageResult]:
     """All stages but the server's; one, many: worlds of one rank and of as many as the subject's layout has."""
     proofs: dict[str, Callable[[], Sequence[Measurement]]] = {
@@ -76,7 +83,9 @@ def run_stages(
 
 def hf_config_of(config: Config) -> dict[str, Any]:
     """config.json of the user's model; its weights are not looked at."""
-    return dict(config.model.architecture) if config.model.architecture is not None else read_config(Path(config.model.path or "."))
+    return (
+        dict(config.model.architecture) if config.model.architecture is not None else read_config(Path(config.model.path or "."))
+    )
 
 
 def _check_plant(plant: str | None, small: Config) -> None:
@@ -85,7 +94,9 @@ def _check_plant(plant: str | None, small: Config) -> None:
     if plant not in PLANTS:
         raise ConfigError(f"--plant {plant}: no such fault; known are {', '.join(PLANTS)}")
     if plant in NEED_EXPERTS and ParameterTable(small.model.architecture or {}).architecture.moe is None:
-        raise ConfigError(f"--plant {plant}: the model has no experts; plant one of {', '.join(p for p in PLANTS if p not in NEED_EXPERTS)}")
+        raise ConfigError(
+            f"--plant {plant}: the model has no experts; plant one of {', '.join(p for p in PLANTS if p not in NEED_EXPERTS)}"
+        )
 
 
 def _run(name: str, proof: Callable[[], Sequence[Measurement]], announce: Announce) -> StageResult:

@@ -1,4 +1,4 @@
-"""The making of what the checks run on: the small run of the user's config, then its model, its sequences, and the oracle's word on them."""
+"""The making of what the checks run on: the small run, its model, its sequences, and the oracle's word on them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +26,7 @@ def small_run(config: Config, hf_config: Mapping[str, Any], *, expert_replicas: 
 
 
 def make_subject(folder: Path, config: Config) -> tuple[Subject, dict[str, Tensor]]:
-    """Write model and sequences into `folder`; config: of `small_run`. Also the oracle's gradients of the plain plan's supervised loss."""
+    """Model and sequences in `folder` (config: of `small_run`); the oracle's gradients of the plain plan's supervised loss."""
     write_random_weights(folder / "model", config.model.architecture or {}, seed=config.run.seed)
     oracle = Oracle(folder / "model")
     sampled = {
@@ -36,7 +36,8 @@ def make_subject(folder: Path, config: Config) -> tuple[Subject, dict[str, Tenso
     plans = {number: write_plan(folder, number, [s.rollout for s in scored]) for number, scored in sampled.items()}
     expected = {
         number: Expected(
-            {n: s.log_probs for n, s in enumerate(scored) if len(s.log_probs)}, {n: s.entropies for n, s in enumerate(scored) if len(s.log_probs)}
+            {n: s.log_probs for n, s in enumerate(scored) if len(s.log_probs)},
+            {n: s.entropies for n, s in enumerate(scored) if len(s.log_probs)},
         )
         for number, scored in sampled.items()
     }

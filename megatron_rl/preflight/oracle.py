@@ -1,4 +1,4 @@
-"""The judge of every number: transformers' own model in float64, one sequence at a time, with experts forced where they are recorded."""
+"""The judge of every number: transformers' own model in float64, one sequence at a time, recorded experts forced."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ class Choices(TorchFunctionMode):
     """Within it, every router's choice of experts is noted, and the recorded experts take the place of its own.
 
     A router is a top-k over a matrix [tokens, experts]; whatever it then makes of the chosen scores is left to it, and gradients
-    reach it through them. experts: i64 [tokens, L, K], layers in order; recorded: bool [tokens]; None: every choice is the router's.
+    reach it through them. experts: i64 [tokens, L, K], layers in order; recorded: bool [tokens]; None: the routers choose.
     """
 
     def __init__(self, num_experts: int, top_k: int, experts: Tensor | None = None, recorded: Tensor | None = None) -> None:
@@ -117,15 +117,15 @@ def _class_of(hf_config: Mapping[str, Any]) -> type[transformers.PreTrainedModel
     found = getattr(transformers, name, None)
     if found is None:
         raise UnknownFamilyError(
-            f"transformers {transformers.__version__} has no {name} (model_type {hf_config.get('model_type')!r}), so that nothing can judge "
-            "the model; install a version that has it"
+            f"transformers {transformers.__version__} has no {name} (model_type {hf_config.get('model_type')!r}), so that "
+            "nothing can judge the model; install a version that has it"
         )
     return found
 
 
 def _load(folder: Path, hf_config: Mapping[str, Any]) -> transformers.PreTrainedModel:
     kind = _class_of(hf_config)
-    # The class's own config: a family under another name (kimi_k2) has no class of its own. Eager: the fused products know no float64.
+    # The class's own config: a family under another name (kimi_k2) has none. Eager: the fused products know no float64.
     config = kind.config_class(**hf_config)
     config._experts_implementation = "eager"
     transformers.utils.logging.disable_progress_bar()  # of files that are read in a moment, amid the check's own lines

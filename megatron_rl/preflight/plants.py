@@ -1,4 +1,4 @@
-"""Faults planted on purpose, to see that the checks find them: each wraps a function of the program from outside, for the length of a block."""
+"""Faults planted on purpose: each wraps a function of the program from outside, for the length of a block."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -93,7 +93,9 @@ def forward(rank: int, subject: Subject, config: Config, plant: str | None) -> F
         scores = run.engine.score(microbatches)
         denominators = Denominators.of(run.plan(subject.plans[PLAIN]))
         gradients = copied(run.engine.full_gradients(microbatches, SupervisedLoss(), denominators))
-        log_probs, entropies = (by_sequence(microbatches, [getattr(s, name) for s in scores]) for name in ("log_probs", "entropies"))
+        log_probs, entropies = (
+            by_sequence(microbatches, [getattr(s, name) for s in scores]) for name in ("log_probs", "entropies")
+        )
         return Forward(log_probs, entropies, gradients)
 
 
@@ -138,7 +140,7 @@ def scores_of(rank: int, subject: Subject, config: Config, plant: str | None, pl
 
 
 def publish(rank: int, subject: Subject, config: Config, plant: str | None, url: str, version: int) -> dict[str, str]:
-    """The ranks gather, rank 0 sends to the server; there, name and reason if the server does not hold it, {} otherwise and elsewhere."""
+    """The ranks gather, rank 0 sends to the server. On rank 0, name and reason if the server does not hold it; {} otherwise."""
     from megatron_rl.trainer.publisher import PolicySource
 
     with opened(subject, config, plant) as run:

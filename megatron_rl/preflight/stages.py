@@ -1,4 +1,4 @@
-"""The proofs, one function each; tolerances are those of fp32 sums in another order (relative 1e-5 on losses, 1e-4 on gradients)."""
+"""The proofs, one function each; tolerances are those of fp32 sums in another order."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -34,7 +34,7 @@ KEPT_MASS = 1e-3
 
 
 def conversion(subject: Subject, many: World, plant: str | None) -> list[Measurement]:
-    """Hugging Face to Megatron and back, to the last bit: through checkpoints, through the shards of each rank, and through running ranks."""
+    """Hugging Face to Megatron and back, to the last bit: through checkpoints, each rank's shards, and running ranks."""
     given = dict(subject.weights())
     with planted(plant):
         through_files, through_shards = _through_checkpoints(subject), _through_shards(subject)
@@ -52,7 +52,11 @@ def forward(subject: Subject, expected_gradients: Mapping[str, Tensor], one: Wor
     return [
         Measurement("|log p - transformers'|, largest", _largest(found.log_probs, wanted.log_probs), LOG_PROB),
         Measurement("|entropy - transformers'|, largest", _largest(found.entropies, wanted.entropies), LOG_PROB),
-        Measurement("|gradient - transformers'|, largest of a parameter, relative", _of_gradients(found.gradients, expected_gradients), GRADIENT),
+        Measurement(
+            "|gradient - transformers'|, largest of a parameter, relative",
+            _of_gradients(found.gradients, expected_gradients),
+            GRADIENT,
+        ),
     ]
 
 
@@ -64,8 +68,14 @@ def layout(subject: Subject, one: World, many: World, plant: str | None) -> list
     moved = _worst(float((found.weights[name] - weight).abs().max()) for name, weight in wanted.weights.items())
     return [
         Measurement("|loss - one rank's|, relative", abs(found.loss - wanted.loss) / max(1.0, abs(wanted.loss)), LOSS),
-        Measurement("|log p - one rank's|, largest", _largest(_of_all_ranks([a.log_probs for a in answers]), wanted.log_probs), LOG_PROB),
-        Measurement("|gradient - one rank's|, largest of a parameter, relative", _of_gradients(found.gradients, wanted.gradients), GRADIENT),
+        Measurement(
+            "|log p - one rank's|, largest", _largest(_of_all_ranks([a.log_probs for a in answers]), wanted.log_probs), LOG_PROB
+        ),
+        Measurement(
+            "|gradient - one rank's|, largest of a parameter, relative",
+            _of_gradients(found.gradients, wanted.gradients),
+            GRADIENT,
+        ),
         Measurement("|weight - one rank's| after a step, in learning rates", moved / ranks.LEARNING_RATE, STEP),
     ]
 
@@ -82,11 +92,17 @@ def replay(subject: Subject, many: World, plant: str | None) -> list[Measurement
     found = [
         Measurement("recorded experts, keep-sets, temperature: |log p - recorded|, largest", _largest(right, recorded), LOG_PROB),
         Measurement("the same: |mean ratio - 1|", abs(_mean_ratio(right, recorded) - 1), RATIO),
-        Measurement("temperature left out: |log p - recorded|, largest", _largest(scores("without_temperature"), recorded), NOTICED, True),
-        Measurement("keep-sets left out: 1 - mean ratio", 1 - _mean_ratio(scores("without_keep_sets"), recorded), KEPT_MASS, True),
+        Measurement(
+            "temperature left out: |log p - recorded|, largest", _largest(scores("without_temperature"), recorded), NOTICED, True
+        ),
+        Measurement(
+            "keep-sets left out: 1 - mean ratio", 1 - _mean_ratio(scores("without_keep_sets"), recorded), KEPT_MASS, True
+        ),
     ]
     if answers[0].wrong_experts is not None:
-        found.append(Measurement("other experts: |log p - recorded|, largest", _largest(scores("wrong_experts"), recorded), NOTICED, True))
+        found.append(
+            Measurement("other experts: |log p - recorded|, largest", _largest(scores("wrong_experts"), recorded), NOTICED, True)
+        )
     return found
 
 
@@ -107,11 +123,12 @@ def _through_checkpoints(subject: Subject) -> dict[str, Tensor]:
 
 
 def _through_shards(subject: Subject) -> dict[str, Tensor]:
-    """Each rank's pieces, cut by the placement of the user's layout and put together again. {} where the pieces do not even fit."""
+    """Each rank's pieces, as the layout cuts them, put together again. {} where the pieces do not even fit."""
     table, weights = subject.table, subject.weights()
     placement = Placement(table, subject.layout)
     held: list[dict[str, HeldParameter]] = [
-        {h.parameter.name: h for h in placement.held_by(rank).values() if not h.is_tied_copy} for rank in range(subject.layout.world_size)
+        {h.parameter.name: h for h in placement.held_by(rank).values() if not h.is_tied_copy}
+        for rank in range(subject.layout.world_size)
     ]
     with suppress(TensorMismatchError):
         return dict(hf_tensors(table, lambda p: [held[owner][p.name].shard_from_hf(weights) for owner in placement.owners(p)]))
@@ -119,7 +136,10 @@ def _through_shards(subject: Subject) -> dict[str, Tensor]:
 
 
 def _num_different(found: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> int:
-    return sum(name not in found or name not in given or not torch.equal(found[name], given[name]) for name in found.keys() | given.keys())
+    return sum(
+        name not in found or name not in given or not torch.equal(found[name], given[name])
+        for name in found.keys() | given.keys()
+    )
 
 
 def _of_all_ranks(parts: Sequence[Scores]) -> Scores:

@@ -7,8 +7,17 @@ from megatron_rl.preflight.results import CheckReport, StageResult
 
 
 def print_report(report: CheckReport, console: Console) -> None:
-    table = Table(title="megatron-rl check" + (f" --plant {report.plant}" if report.plant else ""), title_justify="left", show_lines=False)
-    for column, justify in (("stage", "left"), ("what", "left"), ("number", "right"), ("has to be", "right"), ("", "left"), ("s", "right")):
+    table = Table(
+        title="megatron-rl check" + (f" --plant {report.plant}" if report.plant else ""), title_justify="left", show_lines=False
+    )
+    for column, justify in (
+        ("stage", "left"),
+        ("what", "left"),
+        ("number", "right"),
+        ("has to be", "right"),
+        ("", "left"),
+        ("s", "right"),
+    ):
         table.add_column(column, justify=justify, overflow="fold")
     for stage in report.stages:
         for row in _rows(stage):
@@ -40,4 +49,5 @@ def _rows(stage: StageResult) -> list[tuple[str, ...]]:
 def _small_run(report: CheckReport) -> str:
     sizes = ", ".join(f"{name} {value}" for name, value in report.layout.items() if value not in (None, 1, False))
     model = report.model
-    return f"{model['model_type']}, {model['num_hidden_layers']} layers of width {model['hidden_size']}; layout: {sizes or 'one rank'}"
+    name = f"{model['model_type']}, {model['num_hidden_layers']} layers of width {model['hidden_size']}"
+    return f"{name}; layout: {sizes or 'one rank'}"

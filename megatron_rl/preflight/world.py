@@ -1,4 +1,4 @@
-"""Processes that share one torch.distributed world over Gloo and run one case after the other, so that many cases cost one start."""
+"""Processes that share one torch.distributed world over Gloo and run one case after the other: many cases, one start."""
 
 import gc
 import multiprocessing
@@ -20,7 +20,7 @@ class CaseFailed(Exception):
 
 
 class World:
-    """`size` processes on this machine's CPU; `run(case, ...)` calls case(rank, ...) in each, and returns what they return, by rank.
+    """`size` processes on this machine's CPU; `run(case, ...)` calls case(rank, ...) in each, and returns their answers.
 
     They begin with the first case, or with `start`, which does not wait for them; they end with `close`, and with this process.
     log_file: where their output goes; None: to this process's.

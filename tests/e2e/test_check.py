@@ -1,4 +1,4 @@
-"""`megatron-rl check`: a healthy run passes, with the real vLLM; each planted fault fails in its own stage. Families: tests/unit/preflight."""
+"""`megatron-rl check`: a healthy run passes, with the real vLLM; each planted fault fails in its own stage."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def test_the_demo_passes_and_says_its_numbers(tmp_path):
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    """plant -> names of the failed stages. All faults share a model, its sequences and the processes: each is planted for one case."""
+    """plant -> names of the failed stages. All faults share a model, its sequences and the processes."""
     config = load_config(CONFIG, ["--layout.world_size", "4", "--layout.tensor", "2", "--trainer.recompute", "full"])
     folder = tmp_path_factory.mktemp("check")
     with World(4, folder / "ranks.log") as many, World(1, folder / "ranks.log") as one:

@@ -12,7 +12,9 @@ NAN = float("nan")
 
 
 def report(*stages: StageResult) -> CheckReport:
-    return CheckReport({"model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 96}, {"world_size": 4, "tensor": 2}, None, stages)
+    return CheckReport(
+        {"model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 96}, {"world_size": 4, "tensor": 2}, None, stages
+    )
 
 
 def test_a_number_beyond_its_bound_or_no_number_fails() -> None:
@@ -23,7 +25,8 @@ def test_a_number_beyond_its_bound_or_no_number_fails() -> None:
 
 def test_failed_stages_are_named_and_a_skipped_one_is_neither() -> None:
     found = report(
-        StageResult("forward", "t", (Measurement("a", 1.0, 2.0), Measurement("b", 3.0, 2.0))), StageResult("layout", "t", broke_off=True, note="[rank 1] gone"),
+        StageResult("forward", "t", (Measurement("a", 1.0, 2.0), Measurement("b", 3.0, 2.0))),
+        StageResult("layout", "t", broke_off=True, note="[rank 1] gone"),
         StageResult("sync", "t", skipped=True, note="not run: no vLLM"),
     )  # fmt: skip
     assert found.failed == ("forward", "layout")

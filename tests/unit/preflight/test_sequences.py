@@ -1,4 +1,4 @@
-"""The sampled sequences are whole records, and the oracle's forcing is forcing. That its model is right is transformers' business."""
+"""The sampled sequences are whole records, and forcing is forcing. That the oracle's model is right is transformers' business."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,9 @@ from megatron_rl.records import ModelContract, Sampling, check_rollout
 from megatron_rl.topology import Layout
 
 ROOT = Path(__file__).parents[3]
-MODEL = shrunk_model(json.loads((ROOT / "tests" / "data" / "published_configs.json").read_text())["Qwen3-30B-A3B"]["config"], Layout())
+MODEL = shrunk_model(
+    json.loads((ROOT / "tests" / "data" / "published_configs.json").read_text())["Qwen3-30B-A3B"]["config"], Layout()
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,10 @@ def test_experts_are_forced_where_they_are_recorded(oracle, sampled) -> None:
 def test_gradients_have_the_names_of_a_checkpoint_and_leave_the_weights(oracle, sampled) -> None:
     before = {name: weight.clone() for name, weight in oracle.model.state_dict().items()}
     gradients = oracle.gradients(supervised_loss(oracle, sampled))
-    assert gradients["model.layers.2.mlp.experts.3.up_proj.weight"].shape == (MODEL["moe_intermediate_size"], MODEL["hidden_size"])
+    assert gradients["model.layers.2.mlp.experts.3.up_proj.weight"].shape == (
+        MODEL["moe_intermediate_size"],
+        MODEL["hidden_size"],
+    )
     assert float(gradients["model.layers.0.mlp.gate.weight"].norm()) > 0
     assert all(torch.equal(weight, before[name]) for name, weight in oracle.model.state_dict().items())
 

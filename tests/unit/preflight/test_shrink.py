@@ -1,4 +1,4 @@
-"""The small copy has the features of the published models and of their layouts; that it computes the same is shown by the check itself."""
+"""The small copy has the features of the published models and of their layouts."""
 
 import json
 from dataclasses import replace
@@ -18,18 +18,27 @@ PUBLISHED = json.loads((ROOT / "tests" / "data" / "published_configs.json").read
 def features(model: ModelArchitecture) -> dict[str, object]:
     attention, moe = model.attention, model.moe
     found = {
-        "attention": type(attention), "rope": model.rope.kind, "rotary share": model.rope.fraction, "tied": model.tie_word_embeddings,
-        "biases": model.linear_biases, "clamp": model.swiglu_limit, "norm": model.norm_eps, "dense layers": bool(model.dense_layers),
+        "attention": type(attention), "rope": model.rope.kind, "rotary share": model.rope.fraction,
+        "tied": model.tie_word_embeddings,
+        "biases": model.linear_biases, "clamp": model.swiglu_limit, "norm": model.norm_eps,
+        "dense layers": bool(model.dense_layers),
         "leading dense": 0 in model.dense_layers,
     }  # fmt: skip
     if isinstance(attention, GroupedQueryAttention):
         shares = attention.num_heads > attention.num_query_groups
-        found |= {"heads share": shares, "norms": attention.qk_norm, "bias": attention.qkv_bias, "sinks": attention.sinks, "window": bool(attention.windowed_layers)}
+        found |= {
+            "heads share": shares,
+            "norms": attention.qk_norm,
+            "bias": attention.qkv_bias,
+            "sinks": attention.sinks,
+            "window": bool(attention.windowed_layers),
+        }
     else:
         found["low-rank q"] = attention.q_lora_rank is not None
     if moe:
         found |= {
-            "scoring": moe.scoring, "normalised": moe.normalize_top_k, "bias of choice": moe.selection_bias, "scale": moe.scaling_factor,
+            "scoring": moe.scoring, "normalised": moe.normalize_top_k, "bias of choice": moe.selection_bias,
+            "scale": moe.scaling_factor,
             "shared": moe.shared_ffn_hidden_size > 0, "groups": moe.num_groups > 1,
         }  # fmt: skip
     return found
@@ -43,7 +52,7 @@ def test_a_published_model_keeps_its_features_and_fits_its_small_layout(name: st
     table = ParameterTable(small, padded_vocab_size=layout.padded_vocab_size(small["vocab_size"]))
     assert features(table.architecture) == features(ParameterTable(original).architecture)
     Placement(table, layout)
-    assert layout.world_size <= 8 and table.num_parameters < 1_000_000
+    assert layout.world_size <= 8 and table.num_parameters < 2_000_000
     assert shrunk_config(config, small, layout).parallel == layout
 
 
@@ -59,7 +68,10 @@ def test_no_matrix_is_square(name: str) -> None:
     [
         (Layout(1), Layout(1)),
         (Layout(64, tp=8, ep=8), Layout(4, tp=2, ep=2)),
-        (Layout(512, tp=4, pp=16, ep=16, first_stage_layers=3, last_stage_layers=2), Layout(8, tp=2, pp=2, ep=2, first_stage_layers=1, last_stage_layers=3)),
+        (
+            Layout(512, tp=4, pp=16, ep=16, first_stage_layers=3, last_stage_layers=2),
+            Layout(8, tp=2, pp=2, ep=2, first_stage_layers=1, last_stage_layers=3),
+        ),
         (Layout(32, tp=4, pp=4, ep=4, etp=2, vpp=3), Layout(8, tp=2, pp=2, ep=2, etp=2, vpp=2)),
         (Layout(64, tp=4, cp=4, pp=4), Layout(8, tp=2, cp=2, pp=2)),
         (Layout(4, tp=4, ep=2, etp=2), Layout(4, tp=2, ep=2, etp=2)),  # one data-parallel rank more than given
