@@ -58,5 +58,7 @@ class Publisher:
 
 def _sender(config: Config) -> WeightSender:
     section = config.weight_sync
-    kind = GlooSender if config.transport == "gloo" else NcclSender
-    return kind(config.servers.host, bucket_bytes=section.bucket_mib << 20, timeout_s=section.timeout_s)
+    if config.transport == "nccl":
+        return NcclSender(config.servers.host, bucket_bytes=section.bucket_mib << 20, timeout_s=section.timeout_s)
+    # Of one bucket: a server that hangs holds the others up for no longer than this.
+    return GlooSender(config.servers.host, bucket_bytes=section.bucket_mib << 20, timeout_s=min(60.0, section.timeout_s))
