@@ -21,6 +21,9 @@ from megatron_rl.layouts.errors import nearest
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
+_BUFFER = "e_score_correction_bias"
+"""The router's selection bias is a buffer in transformers, which counts only parameters in the index."""
+
 
 def write_hf_checkpoint(
     folder: str | Path,
@@ -147,7 +150,7 @@ class HfCheckpointWriter:
     def _index(self) -> dict[str, Any]:
         return {
             "metadata": {
-                "total_parameters": sum(torch.Size(spec.shape).numel() for spec in self._specs.values()),
+                "total_parameters": sum(torch.Size(s.shape).numel() for name, s in self._specs.items() if not name.endswith(_BUFFER)),
                 "total_size": sum(spec.num_bytes for spec in self._specs.values()),
             },
             "weight_map": {name: self._places[name].file.name for name in self._specs},
