@@ -111,6 +111,10 @@ def check_supported(model: ModelArchitecture, config: Config) -> None:
         raise UnsupportedModelError("layout.sequence_parallel = false: Megatron-Core needs it for experts with layout.tensor > 1")
     if isinstance(model.attention, LatentAttention) and layout.tp > 1 and not config.sequence_parallel:
         raise UnsupportedModelError("layout.sequence_parallel = false: latent attention needs it with layout.tensor > 1")
+    if model.moe and model.linear_biases and layout.tp > 1:
+        raise UnsupportedModelError(
+            f"layout.tensor = {layout.tp}: experts with biases (GPT-OSS) are proved with layout.tensor = 1 only; cut the model by expert and pipeline"
+        )
     if model.moe and model.linear_biases and layout.etp > 1:
         raise UnsupportedModelError(f"layout.expert_tensor = {layout.etp}: Megatron-Core has biases of experts only with 1")
 
@@ -194,9 +198,10 @@ def _name_as_in_checkpoints(chunk: PolicyModel, spelling: Spelling) -> None:
     """Layers of either spec save and load under the same keys, so that checkpoints move between CPU and GPU."""
     for layer in chunk.decoder.layers:
         mlp_norm = "sparse_mlp_norm" if hasattr(layer.mlp, "router") else "dense_mlp_norm"
-        attention_norm = "latent_attention_norm" if hasattr(layer.self_attention, "linear_kv_up_proj") else "attention_norm"
-        fields = (attention_norm, mlp_norm, "latent_q_norm", "latent_kv_norm")
-        keys = {getattr(spelling, field): getattr(CHECKPOINT, field) for field in fields}
+        is_latent = hasattr(layer.self_attention, "linear_kv_up_proj")
+        # Only there: another attention's q_layernorm, over each head, goes by the same name and stays where it is.
+        attention = ("latent_attention_norm", "latent_q_norm", "latent_kv_norm") if is_latent else ("attention_norm",)
+        keys = {getattr(spelling, field): getattr(CHECKPOINT, field) for field in (*attention, mlp_norm)}
         layer.submodules_config = dataclasses.replace(layer.submodules_config, sharded_state_dict_keys_map=keys)
 
 
