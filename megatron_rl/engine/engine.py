@@ -68,6 +68,14 @@ class Engine:
         self._clock = Clock(groups.device)
         self._reference: dict[tuple[int, str], Tensor] | None = None
 
+    def close(self) -> None:
+        """Let go of the model, which is of no use afterwards. A layer's token dispatcher keeps the last microbatch's graph, whose
+        ends keep Megatron's gradient hooks, and these the model and its process groups: a cycle that Python cannot collect."""
+        for model in self._models:
+            model.grad_accs = []
+            for layer in model.module.decoder.layers:
+                layer.mlp.token_dispatcher = None
+
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """This rank's MoE layers by their number among the model's, in the order of its routers: what `routed_experts` has to

@@ -129,6 +129,7 @@ def parallel_layout(layout: Layout, *, timeout_s: float = 600.0, seed: int = 0) 
     groups = build_groups(layout, choose_device(), timeout_s, seed)
     try:
         yield groups
+        dist.barrier()  # a group is closed when all are done with it
     finally:
         _close_groups(ps._global_process_group_list)
         ps.destroy_model_parallel()

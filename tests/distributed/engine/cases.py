@@ -1,5 +1,7 @@
 """What the ranks run: each function is called on every rank of a world, and returns plain values."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +63,21 @@ class Evaluation:
     metrics: dict[str, float]
 
 
+_ENGINES: list[Any] = []
+"""Of the block that is open."""
+
+
+@contextmanager
+def laid_out(setting: Setting) -> Iterator[ParallelGroups]:
+    """The groups of a setting; the engines built within are let go at the end."""
+    with parallel_layout(setting.layout) as groups:
+        try:
+            yield groups
+        finally:
+            while _ENGINES:
+                _ENGINES.pop().close()
+
+
 class Run:
     """An engine with its microbatches, inside of a layout's groups."""
 
@@ -68,6 +85,7 @@ class Run:
         self.groups = groups
         self.config = setting.config(**sections)
         self.engine = build_engine(self.config, groups, MODELS[setting.model], weights_of(setting.model))
+        _ENGINES.append(self.engine)
         self.members = rollouts_of(setting.model)
         self.loss, self.denominators = loss_of(self.config), denominators_of(self.members)
         options = options_of(
@@ -115,7 +133,7 @@ def by_sequence(microbatches: list, values: list[np.ndarray]) -> dict[int, np.nd
 
 def evaluate(rank: int, setting: Setting) -> Evaluation:
     """Scores, gradients, and one optimizer step."""
-    with parallel_layout(setting.layout) as groups:
+    with laid_out(setting) as groups:
         run = Run(groups, setting)
         scores = run.engine.score(run.microbatches)
         gradients = run.gradients()

@@ -5,15 +5,14 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_rl.engine.checkpoint import CheckpointError
-from megatron_rl.engine.groups import parallel_layout
-from tests.distributed.engine.cases import Run, Setting
+from tests.distributed.engine.cases import Run, Setting, laid_out
 
 Weights = dict[str, Tensor]
 
 
 def save_and_go_on(rank: int, setting: Setting, folder: Path) -> Weights:
     """Two steps, a checkpoint, two more steps: the weights at the end."""
-    with parallel_layout(setting.layout) as groups:
+    with laid_out(setting) as groups:
         run = Run(groups, setting)
         for number in range(2):
             run.step(number)
@@ -25,7 +24,7 @@ def save_and_go_on(rank: int, setting: Setting, folder: Path) -> Weights:
 
 def resume(rank: int, setting: Setting, folder: Path) -> tuple[int, Weights]:
     """A fresh engine, the checkpoint, two more steps."""
-    with parallel_layout(setting.layout) as groups:
+    with laid_out(setting) as groups:
         run = Run(groups, setting)
         step = run.engine.load(folder)
         for number in range(step, step + 2):
@@ -44,7 +43,7 @@ def refusals(rank: int, setting: Setting, folder: Path, other: Setting) -> list[
         except (CheckpointError, OSError) as error:
             found.append(str(error))
 
-    with parallel_layout(setting.layout) as groups:
+    with laid_out(setting) as groups:
         run = Run(groups, setting)
         note(run, "save", folder, 2)
         note(run, "load", folder.with_name("half"))

@@ -6,10 +6,9 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rl.batching import Microbatch
-from megatron_rl.engine.groups import parallel_layout
 from megatron_rl.engine.replay import LayerRoutes, RouteError
 from megatron_rl.engine.schedule import ScheduleError
-from tests.distributed.engine.cases import Run, Setting, by_sequence
+from tests.distributed.engine.cases import Run, Setting, by_sequence, laid_out
 from tests.distributed.engine.subject import contract_of, weights_of
 
 Gradients = dict[str, Tensor]
@@ -17,7 +16,7 @@ Gradients = dict[str, Tensor]
 
 def scores_with(rank: int, setting: Setting, shift: int) -> dict[int, np.ndarray]:
     """Log-probs with each recorded expert replaced by the one `shift` places on."""
-    with parallel_layout(setting.layout) as groups:
+    with laid_out(setting) as groups:
         run = Run(groups, setting)
         run.microbatches = [_shifted(m, shift, contract_of(setting.model).num_experts) for m in run.microbatches]
         return run.log_probs()
@@ -30,7 +29,7 @@ def _shifted(microbatch: Microbatch, shift: int, num_experts: int) -> Microbatch
 
 def gradients_after_other_work(rank: int, setting: Setting) -> Gradients:
     """A second model in the process, a forward-only pass and a refused step come before: nothing of them is left."""
-    with parallel_layout(setting.layout) as groups:
+    with laid_out(setting) as groups:
         run, other = Run(groups, setting), Run(groups, setting)
         other.engine.load_weights(weights_of(setting.model, seed=1))
         other.engine.score(other.microbatches[:1] * other.engine.microbatch_multiple)
@@ -54,7 +53,7 @@ def gradients_with_newest_first(rank: int, setting: Setting) -> Gradients:
 
     LayerRoutes.unbind = newest_first
     try:
-        with parallel_layout(setting.layout) as groups:
+        with laid_out(setting) as groups:
             return Run(groups, setting).gradients()
     finally:
         LayerRoutes.unbind = kept
@@ -62,7 +61,7 @@ def gradients_with_newest_first(rank: int, setting: Setting) -> Gradients:
 
 def refused_routes(rank: int, setting: Setting) -> tuple[str, dict[int, np.ndarray], dict[int, np.ndarray]]:
     """What a repeated expert in the last microbatch is refused with on every rank; scores before and after."""
-    with parallel_layout(setting.layout) as groups:
+    with laid_out(setting) as groups:
         run = Run(groups, setting)
         before = run.log_probs()
         good = run.microbatches[-1]

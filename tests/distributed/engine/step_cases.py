@@ -8,11 +8,11 @@ from torch import Tensor
 
 from megatron_rl.batching import Microbatch
 from megatron_rl.engine.engine import Scores
-from megatron_rl.engine.groups import parallel_layout, set_determinism
+from megatron_rl.engine.groups import set_determinism
 from megatron_rl.engine.optimizer import NonFiniteGradientError
 from megatron_rl.engine.schedule import ScheduleError
 from megatron_rl.objective import Denominators, SupervisedLoss
-from tests.distributed.engine.cases import Run, Setting, copied
+from tests.distributed.engine.cases import Run, Setting, copied, laid_out
 from tests.distributed.engine.subject import weights_of
 
 
@@ -27,7 +27,7 @@ def without_loss(microbatch: Microbatch) -> Microbatch:
 
 def gradients_beside_idle_microbatches(rank: int, setting: Setting) -> dict[str, Tensor]:
     """Each rank runs its microbatches and, before and after them, as many of the same tokens without any loss."""
-    with parallel_layout(setting.layout) as groups:
+    with laid_out(setting) as groups:
         run = Run(groups, setting)
         idle = [without_loss(m) for m in run.microbatches]
         run.microbatches = [*idle, *run.microbatches, *idle]
@@ -36,7 +36,7 @@ def gradients_beside_idle_microbatches(rank: int, setting: Setting) -> dict[str,
 
 def step_without_loss(rank: int, setting: Setting) -> tuple[dict[str, float], bool]:
     """Metrics of a step without a single loss token on any rank, and whether the weights stayed."""
-    with parallel_layout(setting.layout) as groups:
+    with laid_out(setting) as groups:
         run = Run(groups, setting)
         run.microbatches = [without_loss(m) for m in run.microbatches]
         run.denominators = Denominators(tokens=1, sequences=1)
@@ -45,7 +45,7 @@ def step_without_loss(rank: int, setting: Setting) -> tuple[dict[str, float], bo
 
 
 def uneven_microbatches(rank: int, setting: Setting) -> str:
-    with parallel_layout(setting.layout) as groups:
+    with laid_out(setting) as groups:
         run = Run(groups, setting)
         run.microbatches = run.microbatches[:1] * (2 if groups.coords.dp == 1 else 1)
         try:
@@ -57,7 +57,7 @@ def uneven_microbatches(rank: int, setting: Setting) -> str:
 
 def broken_weight(rank: int, setting: Setting, name: str) -> tuple[str, bool]:
     """What a step with an infinite weight is refused with, and whether the weights stayed."""
-    with parallel_layout(setting.layout) as groups:
+    with laid_out(setting) as groups:
         run = Run(groups, setting)
         weights = weights_of(setting.model)
         weights[name][0, 0] = float("inf")
@@ -72,7 +72,7 @@ def broken_weight(rank: int, setting: Setting, name: str) -> tuple[str, bool]:
 
 def losses_of_steps(rank: int, setting: Setting, count: int) -> list[dict[str, float]]:
     """Metrics of supervised steps on the same sequences."""
-    with parallel_layout(setting.layout) as groups:
+    with laid_out(setting) as groups:
         run = Run(groups, setting)
         run.loss = SupervisedLoss()
         return [run.step(number) for number in range(count)]
@@ -81,7 +81,7 @@ def losses_of_steps(rank: int, setting: Setting, count: int) -> list[dict[str, f
 def deterministic_steps(rank: int, setting: Setting) -> dict[str, Tensor]:
     set_determinism(True)
     try:
-        with parallel_layout(setting.layout) as groups:
+        with laid_out(setting) as groups:
             run = Run(groups, setting, run={"deterministic": True})
             for number in range(3):
                 run.step(number)
@@ -102,7 +102,7 @@ class References:
 
 
 def reference_policy(rank: int, setting: Setting) -> References:
-    with parallel_layout(setting.layout) as groups:
+    with laid_out(setting) as groups:
         run = Run(groups, setting)
 
         def first(scores: list[Scores]) -> np.ndarray:
@@ -122,7 +122,7 @@ def reference_policy(rank: int, setting: Setting) -> References:
 
 def step_with_old_logprobs(rank: int, setting: Setting, offset: float) -> dict[str, float]:
     """Metrics of a step whose old log-probs are the policy's own minus `offset`: ratios exp(offset)."""
-    with parallel_layout(setting.layout) as groups:
+    with laid_out(setting) as groups:
         run = Run(groups, setting)
         old = [s.log_probs - np.float32(offset) for s in run.engine.score(run.microbatches)]
         metrics = run.engine.train_step(run.microbatches, run.loss, run.denominators, step=0, learning_rate=0.0, old_logprobs=old)
@@ -131,7 +131,7 @@ def step_with_old_logprobs(rank: int, setting: Setting, offset: float) -> dict[s
 
 def round_trip(rank: int, setting: Setting) -> tuple[bool, dict[str, Tensor]]:
     """Whether iterating twice, and the metadata, say the same; the tensors."""
-    with parallel_layout(setting.layout) as groups:
+    with laid_out(setting) as groups:
         engine = Run(groups, setting).engine
         source = engine.hf_tensors()
         first, second, names = copied(source), copied(source), [name for name, _ in source]
