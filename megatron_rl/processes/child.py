@@ -109,6 +109,11 @@ def log_tail(path: Path, num_lines: int = 15) -> str:
     return "\n".join(f"  {line}" for line in lines[-num_lines:])
 
 
+def end_forks_with_me() -> None:
+    """Whatever this process forks from now on (dist-checkpointing forks its writers) is killed when this process dies."""
+    os.register_at_fork(after_in_child=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
+
+
 def _die_with_parent(parent: int):
     def between_fork_and_exec() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

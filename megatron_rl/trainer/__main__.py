@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 from megatron_rl.config import RunFolder
+from megatron_rl.processes import end_forks_with_me
 
 
 def main() -> None:
@@ -12,6 +13,7 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
     arguments = parser.parse_args()
+    end_forks_with_me()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request otherwise
     # Loads torch: only in the rank itself, not where a helper process of dist-checkpointing imports this file.

@@ -98,7 +98,7 @@ def test_a_finished_run_goes_on_to_more_steps(run):
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     rows = read_rows(run.metrics_file)
     assert [row.step for row in rows] == [0, 1, 2]
-    assert rows[2].values["probe/abs_dlogp_mean"] < 1e-5
+    assert rows[2].values["staleness_max"] <= 2  # of groups that were buffered when the first run ended
     saved = json.loads((run.checkpoint(3) / "orchestrator.json").read_text())
     assert saved["ledger"]["trained_prompts"] == 3 * 4
 
