@@ -111,12 +111,17 @@ def check_supported(model: ModelArchitecture, config: Config) -> None:
         raise UnsupportedModelError("layout.sequence_parallel = false: Megatron-Core needs it for experts with layout.tensor > 1")
     if isinstance(model.attention, LatentAttention) and layout.tp > 1 and not config.sequence_parallel:
         raise UnsupportedModelError("layout.sequence_parallel = false: latent attention needs it with layout.tensor > 1")
-    if model.moe and model.linear_biases and layout.tp > 1:
-        raise UnsupportedModelError(
-            f"layout.tensor = {layout.tp}: experts with biases (GPT-OSS) are proved with layout.tensor = 1 only; cut the model by expert and pipeline"
-        )
     if model.moe and model.linear_biases and layout.etp > 1:
         raise UnsupportedModelError(f"layout.expert_tensor = {layout.etp}: Megatron-Core has biases of experts only with 1")
+
+
+def check_trainable(model: ModelArchitecture, config: Config) -> None:
+    """UnsupportedModelError for what can be built, and thus placed and converted, but is not proved to train."""
+    if model.moe and model.linear_biases and config.parallel.tp > 1:
+        raise UnsupportedModelError(
+            f"layout.tensor = {config.parallel.tp}: experts with biases (GPT-OSS) are trained with layout.tensor = 1 only; "
+            "cut the model by expert and pipeline"
+        )
 
 
 def _parallel_settings(config: Config) -> dict[str, Any]:
