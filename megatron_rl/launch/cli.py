@@ -101,6 +101,43 @@ def check(
         raise typer.Exit(1)
 
 
+@app.command(context_settings=Overrides)
+def plan(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="The TOML file of the run.", show_default=False)],
+    gpus: Annotated[int, typer.Option(help="Accelerators for trainer and servers together.", show_default=False)] = 0,
+    gpu_type: Annotated[str, typer.Option(help="A table of megatron_rl/planner/machines.toml, or of --machines.")] = "h200",
+    nodes_of: Annotated[int, typer.Option(help="Accelerators of a node.")] = 8,
+    context_tokens: Annotated[int | None, typer.Option("--context", help="Longest sequence, in place of model.max_sequence_length.")] = None,
+    trainer_gpus: Annotated[int | None, typer.Option(help="Accelerators of the trainer; chosen, if not given.")] = None,
+    mean_prompt: Annotated[float | None, typer.Option(help="Tokens; at most 512, if not given.")] = None,
+    mean_response: Annotated[float | None, typer.Option(help="Tokens; half of the room, if not given.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw or muon, in place of the configuration's.")] = None,
+    rollout_weights: Annotated[str | None, typer.Option(help="bf16, fp8 or nvfp4: what the servers hold.")] = None,
+    imbalance: Annotated[float, typer.Option(help="Tokens of the busiest rank's experts over the mean.")] = 1.2,
+    machines: Annotated[Path | None, typer.Option(help="A TOML file with machines of your own.")] = None,
+    explain: Annotated[
+        str | None, typer.Option(help="Look at one layout, TP=8,PP=4,...; 'config' for the file's own.", show_default=False)
+    ] = None,
+    top: Annotated[int, typer.Option(help="Plans to show.")] = 5,
+    write: Annotated[bool, typer.Option("--write", help="Put the first plan into the configuration file.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw memory and a step's timeline: an .svg or .png file.")] = None,
+) -> None:
+    """Choose a layout before a cluster is spent on it: memory of every rank, time of a step, and nodes for either side.
+
+    Of the model only config.json is read. Further words override the file, as in `train`. Exit status 1 when nothing fits.
+    """
+    from megatron_rl.launch.plan import plan_and_print, request_of, work_of
+
+    with _user_errors():
+        loaded = load_config(config, context.args)
+        request = request_of(gpus, gpu_type, nodes_of, machines, trainer_gpus, top)
+        work = work_of(loaded, context_tokens, mean_prompt, mean_response, optimizer, rollout_weights, imbalance)
+        fits = plan_and_print(config, loaded, work, request, explain=explain, write=write, picture=picture)
+    if not fits:
+        raise typer.Exit(1)
+
+
 @convert.command("hf-to-megatron")
 def hf_to_megatron(
     source: Annotated[Path, typer.Argument(help="Hugging Face folder: config.json, safetensors.", show_default=False)],

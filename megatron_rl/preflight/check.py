@@ -12,13 +12,13 @@ from torch import Tensor
 
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.conversion.model_files import read_config
+from megatron_rl.engine.world import CaseFailed, World
 from megatron_rl.layouts import ParameterTable
 from megatron_rl.preflight import server, stages
 from megatron_rl.preflight.making import make_subject, small_run
 from megatron_rl.preflight.plants import NEED_EXPERTS, PLANTS
 from megatron_rl.preflight.results import CheckReport, Measurement, StageResult
 from megatron_rl.preflight.subject import Subject
-from megatron_rl.preflight.world import CaseFailed, World
 from megatron_rl.processes import ProcessError
 from megatron_rl.records import ContractError
 from megatron_rl.rollouts.errors import ServerError

@@ -10,6 +10,7 @@ from dataclasses import replace
 import httpx
 import numpy as np
 
+from megatron_rl.engine.world import World
 from megatron_rl.layouts import GroupedQueryAttention
 from megatron_rl.preflight import ranks
 from megatron_rl.preflight.plants import planted
@@ -17,7 +18,6 @@ from megatron_rl.preflight.results import Measurement
 from megatron_rl.preflight.sequences import write_plan
 from megatron_rl.preflight.shrink import SAMPLING
 from megatron_rl.preflight.subject import Subject
-from megatron_rl.preflight.world import World
 from megatron_rl.processes import Child, Command, ProcessError, free_ports, stop_all
 from megatron_rl.records import Rollout, Sampling, check_rollout
 from megatron_rl.rollouts.client import VllmClient

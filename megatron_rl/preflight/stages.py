@@ -11,12 +11,12 @@ from torch import Tensor
 
 from megatron_rl.config import Config
 from megatron_rl.conversion import HfCheckpoint, hf_tensors, hf_to_megatron, megatron_to_hf
+from megatron_rl.engine.world import World
 from megatron_rl.layouts import HeldParameter, Placement, TensorMismatchError
 from megatron_rl.preflight import ranks
 from megatron_rl.preflight.plants import planted
 from megatron_rl.preflight.results import Measurement
 from megatron_rl.preflight.subject import PLAIN, REPLAYED, Scores, Subject
-from megatron_rl.preflight.world import World
 
 LOG_PROB = 2e-5
 """Absolute. Logits of size 10 after four layers carry some 1e-6 each, on either side of a difference."""

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load_config
+from megatron_rl.engine.world import World
 from megatron_rl.preflight.check import hf_config_of, run_stages
 from megatron_rl.preflight.making import make_subject, small_run
-from megatron_rl.preflight.world import World
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "model_configs" / "tiny-moe-cpu.toml"

@@ -1,0 +1,128 @@
+"""`megatron-rl plan`: from a configuration and a number of accelerators to layouts, on the terminal and into the file."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_rl.config import Config, ConfigError
+from megatron_rl.planner import Balanced, Machine, ParameterCounts, Workload, balance, candidate_of, machine_named, workload_of
+from megatron_rl.planner.choice import write_choice
+from megatron_rl.planner.picture import check_format, draw
+from megatron_rl.planner.requests import hf_config_of, named_candidate
+from megatron_rl.planner.search import enough_ranks, room, verdict
+from megatron_rl.planner.text import print_assumptions, print_details, print_missing, print_plans, print_trainer
+from megatron_rl.planner.workload import GIB
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    gpus: int
+    node: int
+    machine: Machine
+    trainer_gpus: int | None
+    top: int
+
+
+def plan_and_print(
+    file: Path, config: Config, work: Workload, request: Request, *, explain: str | None, write: bool, picture: Path | None
+) -> bool:
+    """Whether there is a plan (with `explain`: whether the named layout fits)."""
+    console = Console(width=None if Console().is_terminal else 200)
+    if picture is not None:
+        check_format(picture)  # before the search
+    counts = ParameterCounts(hf_config_of(config))
+    if explain is not None:
+        return _explain(console, counts, work, request, explain, config)
+    balanced = balance(
+        counts, work, request.machine, request.gpus, request.node, trainer_gpus=request.trainer_gpus, keep=request.top
+    )
+    if not balanced.plans:
+        print_missing(console, balanced, request.machine)
+        _print_nearest_feasible(console, counts, work, request, balanced)
+        return False
+    print_plans(console, balanced, request.machine)
+    best = balanced.plans[0]
+    print_details(console, counts, work, best, request.machine)
+    if picture is not None:
+        draw(picture, counts, work, best.trainer, request.machine)
+        console.print(f"\npicture: {picture}")
+    if write:
+        write_choice(file, best)
+        console.print(f"\nwritten into {file}")
+    return True
+
+
+def _explain(console: Console, counts: ParameterCounts, work: Workload, request: Request, text: str, config: Config) -> bool:
+    default = request.trainer_gpus or (min(request.gpus, config.layout.world_size))
+    candidate = candidate_of(config) if text == "config" else named_candidate(text, work, default)
+    scored = verdict(counts, work, request.machine, candidate)
+    print_trainer(console, counts, work, scored, request.machine)
+    print_assumptions(console, work, request.machine)
+    missing = scored.memory.total - room(request.machine)
+    if missing > 0:
+        console.print(
+            f"\n[bold red]does not fit[/bold red]: {missing / GIB:.1f} GiB too much on each rank of stage {scored.memory.stage}"
+        )
+        return False
+    searched = balance(
+        counts, work, request.machine, request.gpus, request.node, trainer_gpus=candidate.layout.world_size, keep=1
+    ) if candidate.layout.world_size < request.gpus else None  # fmt: skip
+    if searched and searched.plans:
+        best = searched.plans[0].trainer
+        console.print(
+            f"\nfits; the planner's own choice on as many ranks: {best.candidate.describe()}, {best.seconds:.1f} s against {scored.seconds:.1f} s"
+        )
+    else:
+        console.print("\nfits")
+    return True
+
+
+def _print_nearest_feasible(
+    console: Console, counts: ParameterCounts, work: Workload, request: Request, balanced: Balanced
+) -> None:
+    """More accelerators of the same sort."""
+    gpus = request.gpus
+    while gpus < 64 * request.gpus and gpus < 16384:
+        gpus *= 2
+        larger = balance(counts, work, request.machine, gpus, request.node, keep=1)
+        if larger.plans:
+            plan = larger.plans[0]
+            console.print(
+                f"\n[bold]the nearest that fits[/bold]: --gpus {gpus}, {plan.trainer.candidate.layout.world_size} of them for the trainer"
+            )
+            print_plans(console, larger, request.machine)
+            return
+    if enough_ranks(counts, work, request.machine, gpus, request.node) is None:
+        console.print("\nnothing fits on any number of these accelerators: shorten the sequences, or take ones with more memory")
+
+
+def request_of(gpus: int, gpu_type: str, node: int, machines: Path | None, trainer_gpus: int | None, top: int) -> Request:
+    """ConfigError with everything that is out of range."""
+    wrong = [f"--{name} {value}: 1 or more" for name, value in (("gpus", gpus), ("nodes-of", node), ("top", top)) if value < 1]
+    if gpus == 1:
+        wrong.append("--gpus 1: a trainer and a server need an accelerator each")
+    if trainer_gpus is not None and not 0 < trainer_gpus < gpus:
+        wrong.append(f"--trainer-gpus {trainer_gpus}: at least 1, and fewer than --gpus {gpus}, which the servers share")
+    if gpus > node > 0 and gpus % node:
+        wrong.append(f"--gpus {gpus} is no multiple of --nodes-of {node}")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    return Request(gpus, node, machine_named(gpu_type, machines), trainer_gpus, top)
+
+
+def work_of(config: Config, context: int | None, mean_prompt: float | None, mean_response: float | None, optimizer: str | None, weights: str | None, imbalance: float) -> Workload:  # fmt: skip
+    """ConfigError for lengths that cannot be."""
+    work = workload_of(
+        config, context=context, mean_prompt=mean_prompt, mean_response=mean_response, optimizer=optimizer, rollout_weights=weights,
+        imbalance=imbalance,
+    )  # fmt: skip
+    if work.mean_tokens > work.longest_sequence:
+        raise ConfigError(
+            f"prompts of {work.mean_prompt:.0f} and responses of {work.mean_response:.0f} tokens on average are longer than the longest sequence, {work.longest_sequence}"
+        )
+    if imbalance < 1:
+        raise ConfigError(f"--imbalance {imbalance}: the busiest rank has at least the mean, 1.0")
+    return work

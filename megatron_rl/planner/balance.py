@@ -1,0 +1,94 @@
+"""How many nodes for each side, so that neither waits for the other."""
+
+from dataclasses import dataclass
+
+from megatron_rl.planner.counts import ParameterCounts
+from megatron_rl.planner.machine import Machine
+from megatron_rl.planner.rollouts import ServerPlan, best_server, sync_seconds
+from megatron_rl.planner.search import Scored, Searched, search
+from megatron_rl.planner.workload import Workload
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole run: the trainer's layout, the servers, and the pace of both."""
+
+    trainer: Scored
+    server: ServerPlan
+    servers: int
+    sync_s: float
+    rollouts_s: float
+    """To sample one step's tokens."""
+    overlapped: bool
+
+    @property
+    def trainer_s(self) -> float:
+        return self.trainer.seconds + self.sync_s
+
+    @property
+    def step_s(self) -> float:
+        """With staleness allowed both work at the same time; without, one after the other."""
+        return max(self.trainer_s, self.rollouts_s) if self.overlapped else self.trainer_s + self.rollouts_s
+
+    @property
+    def waits(self) -> str:
+        """Who waits for whom, and for how much of a step."""
+        if not self.overlapped:
+            return "each for the other: max_staleness = 0"
+        gap = abs(self.trainer_s - self.rollouts_s) / self.step_s
+        return f"{'servers' if self.trainer_s > self.rollouts_s else 'trainer'} {gap:.0%} of a step"
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """plans: the best first, by seconds of a step. Empty: nothing fits, and `searched` and `server` say what."""
+
+    plans: list[Plan]
+    looked_at: int
+    searched: Searched | None
+    server: ServerPlan | None
+
+
+def balance(
+    counts: ParameterCounts,
+    work: Workload,
+    machine: Machine,
+    gpus: int,
+    node: int,
+    *,
+    trainer_gpus: int | None = None,
+    keep: int = 5,
+) -> Balanced:
+    """All sensible divisions of `gpus` into trainer and servers; trainer_gpus: this one alone."""
+    plans: list[Plan] = []
+    looked_at, nearest, server = 0, None, None
+    sync = sync_seconds(counts, work, machine)
+    for trainer in [trainer_gpus] if trainer_gpus else trainer_sizes(gpus, node):
+        server = best_server(counts, work, machine, gpus - trainer) or server
+        found = best_server(counts, work, machine, gpus - trainer)
+        searched = search(counts, work, machine, trainer, node, keep=keep)
+        looked_at += searched.looked_at
+        nearest = (
+            searched if nearest is None or (not nearest.best and _lacks(searched) < _lacks(nearest)) or searched.best else nearest
+        )
+        if found is None:
+            continue
+        servers = (gpus - trainer) // found.tensor
+        rollouts_s = work.num_sequences * work.mean_response / (servers * found.tokens_per_s)
+        plans += [Plan(scored, found, servers, sync, rollouts_s, work.max_staleness > 0) for scored in searched.best]
+    plans.sort(key=lambda plan: (plan.step_s, plan.trainer.seconds))
+    return Balanced(plans[:keep], looked_at, nearest, server)
+
+
+def _lacks(searched: Searched) -> float:
+    return searched.nearest[1].total if searched.nearest else float("inf")
+
+
+def trainer_sizes(gpus: int, node: int) -> list[int]:
+    """Ranks of the trainer that are looked at: whole nodes in numbers 2^a and 3 x 2^a, which divide in many ways; parts of a node
+    where there is one alone."""
+    if gpus <= node:
+        return [n for n in (1, 2, 4, 6, 8) if n < gpus]
+    nodes = gpus // node
+    numbers = {factor * 2**power for factor in (1, 3) for power in range(nodes.bit_length())}
+    return [number * node for number in sorted(numbers) if number < nodes]

@@ -1,0 +1,63 @@
+"""A plan written into a run's TOML file: values are replaced line by line, so that comments and everything else stay as they are."""
+
+import re
+from pathlib import Path
+
+from megatron_rl.config import Config, load_config
+from megatron_rl.planner.balance import Plan
+
+_SECTION = re.compile(r"^\[([A-Za-z_.]+)\]\s*(#.*)?$")
+
+
+def values_of(plan: Plan) -> dict[str, dict[str, object]]:
+    """By section; None removes a key, whose default is what the plan says."""
+    c, layout = plan.trainer.candidate, plan.trainer.candidate.layout
+    return {
+        "servers": {"count": plan.servers, "tensor": plan.server.tensor, "max_num_seqs": plan.server.sequences},
+        "layout": {
+            "world_size": layout.world_size, "tensor": layout.tp, "pipeline": layout.pp,
+            "virtual_pipeline": layout.vpp if layout.vpp > 1 else None,
+            "first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers,
+            "context": layout.cp if layout.cp > 1 else None, "expert": layout.ep, "expert_tensor": layout.etp if layout.etp > 1 else None,
+        },
+        "trainer": {"max_tokens_per_microbatch": c.microbatch_tokens, "recompute": c.recompute},
+    }  # fmt: skip
+
+
+def write_choice(file: Path, plan: Plan) -> Config:
+    """Change the file in place; what is written is read again before the old file is replaced."""
+    text = file.read_text()
+    for section, values in values_of(plan).items():
+        for key, value in values.items():
+            text = with_value(text, section, key, value)
+    written = file.with_name(f".{file.name}.plan")
+    try:
+        written.write_text(text)
+        config = load_config(written)
+        written.replace(file)
+    finally:
+        written.unlink(missing_ok=True)
+    return config
+
+
+def with_value(text: str, section: str, key: str, value: object) -> str:
+    """`key = value` in [section], in the place of an old value, or behind the section's last key; None removes it."""
+    lines, inside, last, found = text.splitlines(), False, None, None
+    for number, line in enumerate(lines):
+        if header := _SECTION.match(line.strip()):
+            inside = header.group(1) == section
+            last = number if inside else last
+        elif inside and line.strip() and not line.lstrip().startswith("#"):
+            last = number
+            found = number if re.match(rf"\s*{re.escape(key)}\s*=", line) else found
+    if value is None:
+        return "\n".join(lines[:found] + lines[found + 1 :] if found is not None else lines) + "\n"
+    entry = f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}"
+    if found is not None:
+        _, mark, comment = lines[found].partition("#")
+        lines[found] = f"{entry}  {mark}{comment}" if mark else entry
+    elif last is not None:
+        lines.insert(last + 1, entry)
+    else:
+        lines += ["", f"[{section}]", entry]
+    return "\n".join(lines) + "\n"

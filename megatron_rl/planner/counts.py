@@ -1,0 +1,142 @@
+"""Exact numbers of elements that one rank holds, from the family's table: without building a model, and fast enough to search with."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.layouts import LOCAL, Region, Role, family_of
+from megatron_rl.layouts.rows import Row
+from megatron_rl.topology import Layout, LayoutError
+
+PARAMETER_ALIGNMENT = 64
+"""Elements: Megatron's buffers begin each parameter at a multiple of it."""
+BUFFER_ALIGNMENT = 128
+"""Elements: Megatron's buffers (buckets) end at a multiple of it and of the number of ranks that share the buffer."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements of some parameters on one rank. `matrices`: of those, what Muon orthogonalises and NVFP4 quantises.
+
+    `aligned`: with each parameter filled up to its place in Megatron's buffer. `largest`: the largest single parameter.
+    """
+
+    trained: int = 0
+    aligned: int = 0
+    matrices: int = 0
+    untrained: int = 0
+    """fp32 buffers beside the parameters: the routers' selection biases."""
+    largest: int = 0
+
+    def __add__(self, other: "Held") -> "Held":
+        sums = (getattr(self, name) + getattr(other, name) for name in ("trained", "aligned", "matrices", "untrained"))
+        return Held(*sums, max(self.largest, other.largest))
+
+    def times(self, count: int) -> "Held":
+        """`count` parameters of the same sort."""
+        return Held(*(count * value for value in (self.trained, self.aligned, self.matrices, self.untrained)), self.largest)
+
+
+@dataclass(frozen=True)
+class ChunkElements:
+    """What one virtual chunk of a rank holds: two of Megatron's buffers, and the tied embedding in a bucket of its own."""
+
+    dense: Held
+    expert: Held
+    tied: Held
+
+    def buffer_sizes(self, layout: Layout) -> tuple[int, int]:
+        """Elements of the dense and of the experts' buffer, padding included."""
+        dense = sum(_bucket(held.aligned, layout.dp * layout.cp) for held in (self.dense, self.tied))
+        return dense, _bucket(self.expert.aligned, layout.edp)
+
+
+def _bucket(aligned: int, sharers: int) -> int:
+    multiple = math.lcm(sharers, BUFFER_ALIGNMENT)
+    return -(-aligned // multiple) * multiple
+
+
+class ParameterCounts:
+    """Of one model, at any layout. LayoutError where a parameter cannot be cut."""
+
+    def __init__(self, hf_config: Mapping[str, Any]) -> None:
+        self._family = family_of(hf_config)
+        self.architecture = self._family.architecture(hf_config)
+        self.chunk = lru_cache(maxsize=None)(self._chunk)
+        self._layers = lru_cache(maxsize=None)(self._layers_of)
+
+    def _chunk(self, layout: Layout, stage: int, chunk: int) -> ChunkElements:
+        """Of any rank of a stage: ranks of a stage hold equally much."""
+        layers, first, last = self._layers(layout.tp, layout.ep, layout.etp)
+        own = layout.layers_of_chunk(self.architecture.num_layers, stage, chunk)
+        sums = layers[own.stop] - layers[own.start]
+        dense, expert = (
+            Held(*(int(v) for v in part), largest) for part, largest in zip(sums.reshape(2, 4), self._largest(layout))
+        )
+        tied, is_tied = Held(), self.architecture.tie_word_embeddings and layout.pp > 1
+        if stage == 0 and chunk == 0:
+            tied, dense = (first, dense) if is_tied else (tied, dense + first)
+        if stage == layout.pp - 1 and chunk == layout.vpp - 1:
+            dense, tied = dense + last, first if is_tied else tied
+        return ChunkElements(dense, expert, tied)
+
+    def _largest(self, layout: Layout) -> tuple[int, int]:
+        rows = self._rows(layout.tp)
+        dense = [_shard(row, layout.tp) for row in rows if row.region is Region.LAYER and row.num_experts is None]
+        expert = [_shard(row, layout.etp) for row in rows if row.num_experts is not None]
+        return max(dense, default=0), max(expert, default=0)
+
+    @cache  # noqa: B019 - a planner lives as long as its process
+    def _rows(self, tp: int) -> tuple[Row, ...]:
+        padded = Layout(world_size=tp, tp=tp).padded_vocab_size(self.architecture.vocab_size)
+        return tuple(self._family.rows(self.architecture, padded, LOCAL))
+
+    def _layers_of(self, tp: int, ep: int, etp: int) -> tuple[np.ndarray, Held, Held]:
+        """int64 [layers + 1, 8], sums over the layers before; and what is held outside of the layers, first and last."""
+        per_layer = np.zeros((self.architecture.num_layers + 1, 2, 4), dtype=np.int64)
+        outside = {Region.FIRST: Held(), Region.LAST: Held()}
+        for row in self._rows(tp):
+            held = held_of(row, etp if row.num_experts is not None else tp, ep)
+            if row.region is Region.LAYER:
+                values = (held.trained, held.aligned, held.matrices, held.untrained)
+                per_layer[np.asarray(row.layers, dtype=int) + 1, int(row.num_experts is not None)] += values
+            else:
+                outside[row.region] = outside[row.region] + held
+        return per_layer.reshape(-1, 8).cumsum(axis=0), outside[Region.FIRST], outside[Region.LAST]
+
+    def full_layers(self, role_filter: Iterable[Role]) -> Sequence[int]:
+        """Elements of each whole layer in these roles, not cut at all."""
+        roles, sums = set(role_filter), [0] * self.architecture.num_layers
+        for row in self._rows(1):
+            for layer in row.layers if row.role in roles else ():
+                sums[layer] += math.prod(row.kind.shape) * (row.num_experts or 1)
+        return sums
+
+    @property
+    def num_parameters(self) -> int:
+        """As ParameterTable.num_parameters: trained elements of the whole model."""
+        return sum(
+            math.prod(shape) * (len(row.layers) if row.region is Region.LAYER else 1) * (row.num_experts or 1)
+            for row in self._rows(1) if row.role is not Role.SELECTION_BIAS for shape in row.kind.part_shapes
+        )  # fmt: skip
+
+
+def _shard(row: Row, size: int) -> int:
+    return math.prod(row.kind.sharding.shard_shape(row.kind.shape, size))
+
+
+def held_of(row: Row, size: int, ep: int) -> Held:
+    """One row in one layer on one rank: cut over `size` ranks, experts spread over `ep`."""
+    row.kind.check_size(size)
+    if row.num_experts is not None and row.num_experts % ep:
+        raise LayoutError(f"num_experts = {row.num_experts} is not a multiple of ep = {ep}")
+    shard = _shard(row, size)
+    if row.role is Role.SELECTION_BIAS:
+        return Held(untrained=shard)
+    aligned = -(-shard // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
+    one = Held(shard, aligned, shard if row.role.has_matrices else 0, 0, shard)
+    return one.times(row.num_experts // ep if row.num_experts is not None else 1)

@@ -1,0 +1,190 @@
+"""Memory of one rank, term by term, and of its node's host."""
+
+from dataclasses import dataclass
+
+from megatron_rl.planner.activations import (
+    LayerBytes,
+    chunks_in_flight,
+    expert_tokens,
+    kept_bytes,
+    layer_bytes,
+    tokens_per_rank,
+    workspace_bytes,
+)
+from megatron_rl.planner.counts import ParameterCounts
+from megatron_rl.planner.machine import Machine
+from megatron_rl.planner.workload import GIB, Candidate, Workload
+
+CHUNK_BYTES = 16 << 20
+"""Of a chunk of logits, and of a widened chunk of the output weight, on the keep-set operation's dense route."""
+PROCESS_BYTES = 6 * GIB
+"""Host memory of a rank's process: libraries, pinned buffers of the driver."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at its fullest moment, by what they are for."""
+
+    stage: int
+    terms: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.terms.values())
+
+    @property
+    def gib(self) -> float:
+        return self.total / GIB
+
+
+def static_terms(counts: ParameterCounts, work: Workload, candidate: Candidate, stage: int) -> dict[str, float]:
+    """What lies there from the first step on: Megatron's buffers of parameters and gradients, the optimizer's shard.
+
+    Of the data-parallel ranks the fullest, whose piece of the buffers holds no padding.
+    """
+    layout = candidate.layout
+    buffers, shard, matrices, matrix_shard, untrained = 0, 0.0, 0, 0.0, 0
+    for chunk in range(layout.vpp):
+        held = counts.chunk(layout, stage, chunk)
+        dense, expert = held.buffer_sizes(layout)
+        buffers += dense + expert
+        shard += min(dense / (layout.dp * layout.cp), held.dense.trained + held.tied.trained) + min(
+            expert / layout.edp, held.expert.trained
+        )
+        matrices += held.dense.matrices + held.expert.matrices
+        matrix_shard += held.dense.matrices / (layout.dp * layout.cp) + held.expert.matrices / layout.edp
+        untrained += held.dense.untrained + held.expert.untrained
+    muon = matrix_shard if work.optimizer == "muon" else 0.0
+    return {
+        "parameters": work.parameter_bytes * buffers + 4.0 * untrained,
+        # One fake-quantised copy of each matrix, which all microbatches in flight share.
+        "quantised weights": float(work.parameter_bytes * matrices) if work.rollout_weights == "nvfp4" else 0.0,
+        "gradients": 4.0 * buffers,
+        "master weights": 0.0 if work.parameter_bytes == 4 else 4.0 * shard,
+        # AdamW keeps two moments of each element; Muon keeps one of the matrices and leaves the rest to AdamW.
+        "optimizer state": 8.0 * shard - 4.0 * muon,
+    }
+
+
+def rank_memory(counts: ParameterCounts, work: Workload, candidate: Candidate, machine: Machine, stage: int) -> Memory:
+    """Of the busiest rank of a stage."""
+    terms = static_terms(counts, work, candidate, stage)
+    kept, workspace = _layers(counts, work, candidate, stage)
+    factor = machine.activation_factor
+    head = output_layer_bytes(counts, work, candidate)["keep-set" if work.truncated else "chunked"]
+    head = head if stage == candidate.layout.pp - 1 else 0.0
+    terms |= {
+        "activations": factor * kept,
+        # The head's backward pass is over before the layers' begins.
+        "workspace": factor * max(0.0, workspace - head),
+        "output layer": head,
+        "replayed routes": _route_bytes(counts, work, candidate, stage),
+        "communication": _communication_bytes(counts, work, candidate),
+    }
+    working = sum(terms[name] for name in ("activations", "workspace", "output layer", "communication"))
+    rest = {
+        "update beyond that": max(0.0, _update_bytes(counts, work, candidate, stage) - working),
+        "fragmentation": machine.fragmentation * working,
+        "driver and libraries": machine.reserved_gib * GIB,
+    }
+    return Memory(stage, terms | rest)
+
+
+def most_loaded(counts: ParameterCounts, work: Workload, candidate: Candidate, machine: Machine) -> Memory:
+    """Every stage is looked at."""
+    return max(
+        (rank_memory(counts, work, candidate, machine, s) for s in range(candidate.layout.pp)), key=lambda memory: memory.total
+    )
+
+
+def _layers(counts: ParameterCounts, work: Workload, candidate: Candidate, stage: int) -> tuple[float, float]:
+    """(bytes kept by all chunks in flight, workspace of the one layer whose backward pass runs)."""
+    model, layout, tokens = counts.architecture, candidate.layout, candidate.microbatch_tokens
+    sparse_layers = set(model.moe_layers)
+    of_kind: dict[bool, LayerBytes] = {
+        sparse: layer_bytes(model, work, candidate, tokens, sparse=sparse)
+        for sparse in ((True, False) if sparse_layers else (False,))
+    }
+    in_flight = chunks_in_flight(layout.pp, layout.vpp, stage, candidate.microbatches(work))
+    own = layout.layers_of_stage(model.num_layers, stage)
+    kinds = [layer in sparse_layers for layer in own]
+    kept = sum(kept_bytes(of_kind[sparse], candidate.recompute, sparse=sparse) for sparse in kinds)
+    workspace = max(workspace_bytes(of_kind[sparse], candidate.recompute, sparse=sparse) for sparse in set(kinds))
+    if stage == layout.pp - 1:
+        kept += 2 * of_kind[kinds[-1]].stream / in_flight * layout.vpp  # input and output of the final norm, once
+    return kept * in_flight / layout.vpp, workspace
+
+
+def output_layer_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate) -> dict[str, float]:
+    """The last stage's output layer on one microbatch, in the three ways that it can be computed.
+
+    dense: logits of every token in the model's type and in fp32, and their gradient, as a plain vocabulary-parallel cross entropy has
+    them. chunked: the same numbers, one chunk of the vocabulary at a time. keep-set: kept ids alone.
+    """
+    model, layout, p = counts.architecture, candidate.layout, work.parameter_bytes
+    tokens = candidate.microbatch_tokens / layout.cp
+    # The hidden states of all tokens, gathered where they were cut, and their gradient in fp32 before it is reduced.
+    hidden = tokens * model.hidden_size * ((p if candidate.sp > 1 else 0) + 4)
+    statistics = 6 * 4 * tokens
+    loss_tokens = tokens * work.loss_share
+    pairs = loss_tokens * (1 - work.singletons) * work.mean_keep_set / layout.tp
+    return {
+        "dense": hidden + tokens * model.vocab_size / layout.tp * (p + 4 + 4),
+        "chunked": hidden + statistics + 4 * CHUNK_BYTES,
+        "keep-set": hidden + statistics + pairs * (4 + 4 + 8 + 4) + 2 * CHUNK_BYTES,
+    }
+
+
+def _route_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate, stage: int) -> float:
+    """Recorded experts of the step's tokens for this stage's layers, as int64; all microbatches are prepared before the first runs."""
+    model, layout = counts.architecture, candidate.layout
+    if model.moe is None or not work.replays_routes:
+        return 0.0
+    sparse = set(model.moe_layers).intersection(layout.layers_of_stage(model.num_layers, stage))
+    tokens = candidate.microbatches(work) * tokens_per_rank(candidate, candidate.microbatch_tokens)
+    return tokens * len(sparse) * model.moe.top_k * 8
+
+
+def _communication_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate) -> float:
+    """The gathered input of a linear map, the rows on their way to and from other experts, a stage's inputs and outputs."""
+    model, layout, p, tokens = counts.architecture, candidate.layout, work.parameter_bytes, candidate.microbatch_tokens
+    row = p * model.hidden_size
+    gathered = row * tokens / layout.cp if candidate.sp > 1 else 0.0
+    sent = 2 * row * expert_tokens(model, candidate, tokens, work.imbalance) if model.moe and layout.ep * layout.etp > 1 else 0.0
+    between_stages = 2 * row * tokens_per_rank(candidate, tokens) if layout.pp > 1 else 0.0
+    ring = 4 * p * _kv_width(counts) * tokens / layout.cp / layout.tp if layout.cp > 1 else 0.0
+    return max(gathered, sent, ring) + between_stages
+
+
+def _kv_width(counts: ParameterCounts) -> float:
+    a = counts.architecture.attention
+    return 2 * a.num_query_groups * (a.head_dim if hasattr(a, "head_dim") else a.q_head_dim)
+
+
+def _update_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate, stage: int) -> float:
+    """The moments outside of the passes: Muon's iteration on its largest matrix, or a weight update's buckets and one whole tensor."""
+    held = [counts.chunk(candidate.layout, stage, chunk) for chunk in range(candidate.layout.vpp)]
+    largest_dense = max(max(part.dense.largest, part.tied.largest) for part in held) * candidate.layout.tp
+    largest_expert = max(part.expert.largest for part in held) * candidate.layout.etp
+    sync = 2.0 * work.bucket_bytes + work.parameter_bytes * max(largest_dense, largest_expert)
+    # Momentum and update in fp32; the iterate, its square and its product in the model's type.
+    muon = (2 * 4 + 3 * work.parameter_bytes) * max(largest_dense, largest_expert) if work.optimizer == "muon" else 0.0
+    return max(sync, muon)
+
+
+def host_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate) -> float:
+    """Host memory of one rank: its process, the step's payloads, a checkpoint on its way to the disk, and the reference's weights."""
+    model, layout = counts.architecture, candidate.layout
+    stages = range(layout.pp)
+    static = max((static_terms(counts, work, candidate, stage) for stage in stages), key=lambda terms: sum(terms.values()))
+    tokens = candidate.microbatches(work) * candidate.microbatch_tokens
+    moe = model.moe
+    layers = (
+        max(len(set(model.moe_layers).intersection(layout.layers_of_stage(model.num_layers, s))) for s in stages) if moe else 0
+    )
+    routes = layers * moe.top_k * (1 if moe.num_experts < 256 else 2) if moe and work.replays_routes else 0
+    keep_sets = work.loss_share * (work.singletons + (1 - work.singletons) * work.mean_keep_set) * 4
+    payload = 2 * tokens * (70 + routes + keep_sets)  # the microbatches, and the rollouts that they are made from
+    checkpoint = static["master weights"] + static["optimizer state"] + static["parameters"] / max(1, layout.dp)
+    reference = static["parameters"] if work.keeps_reference else 0.0
+    return PROCESS_BYTES + payload + checkpoint + reference

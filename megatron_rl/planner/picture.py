@@ -1,0 +1,87 @@
+"""A plan as a picture: memory of each stage's fullest rank, term by term, and a step's timeline with its bubble."""
+
+from pathlib import Path
+
+from megatron_rl.config import ConfigError
+from megatron_rl.planner.counts import ParameterCounts
+from megatron_rl.planner.machine import Machine
+from megatron_rl.planner.memory import rank_memory
+from megatron_rl.planner.schedule import Span, timeline
+from megatron_rl.planner.search import Scored, room
+from megatron_rl.planner.workload import GIB, Workload
+
+FORMATS = (".svg", ".png")
+MOST_STAGES = 16
+"""Rows of the timeline."""
+ROUNDS = 3
+"""Microbatches drawn, in numbers of stages: filling and draining look the same however many there are between."""
+
+
+def check_format(file: Path) -> None:
+    if file.suffix not in FORMATS:
+        raise ConfigError(f"--picture {file}: the name ends in {' or '.join(FORMATS)}")
+
+
+def draw(file: Path, counts: ParameterCounts, work: Workload, scored: Scored, machine: Machine) -> None:
+    """Write the file; its ending says whether it is SVG or PNG."""
+    check_format(file)
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # no display is asked for
+    from matplotlib import pyplot as plt
+
+    figure, (memory_axes, time_axes) = plt.subplots(2, 1, figsize=(12, 9), layout="constrained")
+    _draw_memory(memory_axes, counts, work, scored, machine)
+    _draw_timeline(time_axes, scored)
+    figure.suptitle(
+        f"{scored.candidate.layout.world_size} ranks, {scored.candidate.describe()}, recompute {scored.candidate.recompute}"
+    )
+    figure.savefig(file)
+    plt.close(figure)
+
+
+def _draw_memory(axes, counts: ParameterCounts, work: Workload, scored: Scored, machine: Machine) -> None:
+    stages = range(scored.candidate.layout.pp)
+    memories = [rank_memory(counts, work, scored.candidate, machine, stage).terms for stage in stages]
+    bottom = [0.0] * len(memories)
+    for number, term in enumerate(memories[0]):
+        sizes = [terms[term] / GIB for terms in memories]
+        if max(sizes) > 0.01:
+            axes.bar(stages, sizes, bottom=bottom, label=term, color=f"C{number % 10}", hatch="//" if number >= 10 else None)
+            bottom = [below + size for below, size in zip(bottom, sizes, strict=True)]
+    axes.axhline(room(machine) / GIB, color="black", linestyle="--", label="room")
+    axes.set(xlabel="pipeline stage", ylabel="GiB on its fullest rank", title="memory", xticks=list(stages))
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _draw_timeline(axes, scored: Scored) -> None:
+    layout, time = scored.candidate.layout, scored.time
+    drawn = max(1, min(time.microbatches, ROUNDS * layout.pp))
+    spans = timeline(
+        layout.pp, layout.vpp, drawn,
+        lambda stage, _: time.stages[stage].forward.total / layout.vpp,
+        lambda stage, _: time.stages[stage].backward.total / layout.vpp, time.send_s,
+    )  # fmt: skip
+    for span in (span for span in spans if span.stage < MOST_STAGES):
+        axes.barh(
+            span.stage, span.end - span.begin, left=span.begin, color=_colour(span, layout.vpp), edgecolor="white", linewidth=0.3
+        )
+    idle = bubble_of(spans, layout.pp)
+    axes.set(
+        xlabel=f"seconds; {drawn} of {time.microbatches} microbatches, forward in blue, backward in orange, chunks in shades", ylabel="stage",
+        title=f"one pass over the pipeline: idle {idle:.0%} of what is drawn, {time.bubble_share:.0%} of a whole step",
+    )  # fmt: skip
+    axes.invert_yaxis()
+
+
+def bubble_of(spans: list[Span], pp: int) -> float:
+    """Share of all stages' time, from the first pass to the last, in which a stage waits."""
+    end = max(span.end for span in spans)
+    return 1 - sum(span.end - span.begin for span in spans) / (pp * end)
+
+
+def _colour(span: Span, vpp: int) -> tuple[float, float, float]:
+    light = 0.45 * span.what.chunk / vpp
+    base = (1.0, 0.5, 0.05) if span.what.backward else (0.12, 0.47, 0.71)
+    red, green, blue = (part + (1 - part) * light for part in base)
+    return red, green, blue

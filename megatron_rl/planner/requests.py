@@ -1,0 +1,67 @@
+"""What a user asks of the planner: the model's config.json, a named layout."""
+
+import json
+from typing import Any
+
+from megatron_rl.config import Config, ConfigError
+from megatron_rl.planner.workload import RECOMPUTE, Candidate, Workload
+from megatron_rl.topology import Layout
+
+_SIZES = {
+    "TP": "tp",
+    "PP": "pp",
+    "VPP": "vpp",
+    "CP": "cp",
+    "EP": "ep",
+    "ETP": "etp",
+    "FIRST": "first_stage_layers",
+    "LAST": "last_stage_layers",
+}
+_OTHERS = ("GPUS", "MICROBATCH", "RECOMPUTE")
+
+
+def hf_config_of(config: Config) -> dict[str, Any]:
+    """Of the folder only config.json is read, so that a plan can be made where the weights are not."""
+    if config.model.path is None:
+        return dict(config.model.architecture or {})
+    file = config.model.path / "config.json"
+    try:
+        found = json.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: cannot be read ({error.strerror}); a plan needs the model's config.json there, and nothing else of the folder"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: no valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: holds no table")
+    return found
+
+
+def named_candidate(text: str, work: Workload, world_size: int) -> Candidate:
+    """ "TP=8,PP=4,RECOMPUTE=full" to a Candidate; sizes that are not named are 1, the microbatch is one longest sequence.
+
+    world_size: of the trainer, where GPUS is not named.
+    """
+    values: dict[str, str] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = word.partition("=")
+        name = name.strip().upper()
+        if name not in _SIZES and name not in _OTHERS:
+            raise ConfigError(f"--explain {text}: {name} is not known; known are {', '.join((*_SIZES, *_OTHERS))}")
+        values[name] = value.strip()
+    recompute = values.pop("RECOMPUTE", "none").lower()
+    if recompute not in RECOMPUTE:
+        raise ConfigError(f"--explain {text}: RECOMPUTE={recompute} is not known; known are {', '.join(RECOMPUTE)}")
+    for name, value in values.items():
+        if not value.isdigit() or int(value) < 1:
+            raise ConfigError(f"--explain {text}: {name}={value} has to be a whole number, 1 or more")
+    numbers = {name: int(value) for name, value in values.items()}
+    tokens = numbers.pop("MICROBATCH", work.longest_sequence)
+    if tokens < work.longest_sequence:
+        raise ConfigError(
+            f"--explain {text}: a microbatch of {tokens} tokens holds no sequence of {work.longest_sequence}; they are never split"
+        )
+    world_size = numbers.pop("GPUS", world_size)
+    layout = Layout(world_size, **{_SIZES[name]: size for name, size in numbers.items()})
+    return Candidate(layout, tokens, recompute)  # type: ignore[arg-type]

@@ -1,0 +1,134 @@
+"""The servers' side: what fits into their memory, how many tokens a second they sample, and how long an update of their weights takes."""
+
+from dataclasses import dataclass
+
+from megatron_rl.layouts import LatentAttention, ModelArchitecture, Role
+from megatron_rl.planner.collectives import Group, ring_seconds
+from megatron_rl.planner.counts import ParameterCounts
+from megatron_rl.planner.layer_time import core_attention_flops
+from megatron_rl.planner.machine import Machine
+from megatron_rl.planner.workload import GIB, Workload
+
+WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4 / 128**2, "nvfp4": 0.5 + 1 / 16}
+"""Of an element of a quantised matrix with its scales (a byte for 16 in NVFP4, 4 bytes for 128 x 128 in FP8); the rest stays in bf16."""
+SERVER_GIB = 4.0
+"""vLLM's activations and graphs, on each accelerator, inside of what gpu_memory_utilization allows."""
+PREFILL_EFFICIENCY = 0.4
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """One vLLM server, and how fast it samples."""
+
+    tensor: int
+    expert: int
+    """Ranks that the experts are spread over; as many as tensor, or 1: each expert cut over all ranks."""
+    sequences: int
+    """In flight at once."""
+    weights_gib: float
+    """On each accelerator."""
+    cache_gib: float
+    tokens_per_s: float
+    """Generated, by the whole server."""
+    limit: str
+
+
+def kv_bytes_per_token(model: ModelArchitecture, work: Workload, tensor: int) -> float:
+    """Of all layers, on each accelerator of a server. MLA's compressed cache is the same on all of them."""
+    a, p = model.attention, work.parameter_bytes
+    if isinstance(a, LatentAttention):
+        return float(p * (a.kv_lora_rank + a.qk_rope_head_dim) * model.num_layers)
+    return 2.0 * p * a.head_dim * max(1.0, a.num_query_groups / tensor) * model.num_layers
+
+
+def weight_bytes(counts: ParameterCounts, work: Workload) -> float:
+    """Of the whole model, as the servers hold it."""
+    matrices = sum(counts.full_layers((Role.ATTENTION, Role.MLP, Role.EXPERT)))
+    rest = counts.num_parameters - matrices
+    return matrices * WEIGHT_BYTES[work.rollout_weights] + rest * (4.0 if work.rollout_weights == "fp32" else 2.0)
+
+
+def server_plan(
+    counts: ParameterCounts, work: Workload, machine: Machine, tensor: int, servers: int, *, utilization: float = 0.85
+) -> ServerPlan | None:
+    """Of one of `servers`. None where the weights and the cache of one sequence do not fit."""
+    model = counts.architecture
+    weights = weight_bytes(counts, work) / tensor
+    room = machine.memory_gib * GIB * utilization - SERVER_GIB * GIB - weights
+    per_token = kv_bytes_per_token(model, work, tensor)
+    if room < per_token * work.longest_sequence:
+        return None
+    # Sequences are on average half done; the pool is sized for that, and preempts where it was too small.
+    context = work.mean_prompt + work.mean_response / 2
+    bounds = {
+        "servers.max_num_seqs": work.max_num_seqs, "room for caches": room / (per_token * context),
+        "max_staleness": max(1.0, work.most_in_flight / servers),
+    }  # fmt: skip
+    bound = min(bounds, key=lambda name: bounds[name])
+    sequences = int(bounds[bound])
+    seconds, limit = decode_seconds(counts, work, machine, tensor, sequences, context)
+    prefill = prefill_seconds(counts, work, machine, tensor)
+    per_sequence = work.mean_response * seconds / sequences + prefill
+    expert = tensor if model.moe and tensor > 1 and model.moe.num_experts % tensor == 0 else 1
+    return ServerPlan(
+        tensor, expert, sequences, weights / GIB, sequences * per_token * context / GIB, work.mean_response / per_sequence,
+        f"{limit}; batch by {bound}",
+    )  # fmt: skip
+
+
+def decode_seconds(
+    counts: ParameterCounts, work: Workload, machine: Machine, tensor: int, sequences: int, context: float
+) -> tuple[float, str]:
+    """One token for each sequence; and what takes most of it."""
+    model, bandwidth = counts.architecture, machine.hbm_gb_s * 1e9 * machine.decode_efficiency
+    experts = sum(counts.full_layers((Role.EXPERT,)))
+    touched = 1.0
+    if model.moe:
+        touched = 1 - (1 - model.moe.top_k / model.moe.num_experts) ** sequences
+    width = WEIGHT_BYTES[work.rollout_weights]
+    weights = (weight_bytes(counts, work) - experts * width * (1 - touched)) / tensor / bandwidth
+    cache = sequences * context * kv_bytes_per_token(model, work, tensor) / bandwidth
+    flops = 2.0 * sequences * _active(counts) / tensor
+    compute = flops / (machine.tflops(work.rollout_weights) * 1e12 * PREFILL_EFFICIENCY)
+    row = work.parameter_bytes * model.hidden_size * sequences
+    links = 4 * model.num_layers * ring_seconds(machine, Group(tensor, 1), row)
+    parts = {
+        "reading weights": max(weights, compute), "reading caches": cache, "links": links,
+        "overhead": machine.decode_overhead_ms * 1e-3,
+    }  # fmt: skip
+    return sum(parts.values()), max(parts, key=lambda name: parts[name])
+
+
+def prefill_seconds(counts: ParameterCounts, work: Workload, machine: Machine, tensor: int) -> float:
+    """Of one sequence's share of its prompt, which the samples of a group have in common."""
+    flops = 2.0 * work.mean_prompt * _active(counts)
+    flops += counts.architecture.num_layers * core_attention_flops(counts.architecture, work.mean_prompt, work.mean_prompt)
+    return flops / (machine.tflops(work.rollout_weights) * 1e12 * PREFILL_EFFICIENCY * tensor) / work.samples_per_prompt
+
+
+def _active(counts: ParameterCounts) -> float:
+    """Elements that one token meets."""
+    model = counts.architecture
+    experts = sum(counts.full_layers((Role.EXPERT,)))
+    return counts.num_parameters - (experts * (1 - model.moe.top_k / model.moe.num_experts) if model.moe else 0.0)
+
+
+def best_server(counts: ParameterCounts, work: Workload, machine: Machine, gpus: int) -> ServerPlan | None:
+    """The tensor-parallel size with the most tokens a second for each accelerator; within a node where the model fits into one."""
+    attention = counts.architecture.attention
+    plans = []
+    tensor = 1
+    while tensor <= min(gpus, 64):
+        heads_divide = attention.num_heads % tensor == 0
+        whole_servers = gpus % tensor == 0
+        if heads_divide and whole_servers and (plan := server_plan(counts, work, machine, tensor, gpus // tensor)) is not None:
+            plans.append(plan)
+        tensor *= 2
+    return max(plans, key=lambda plan: plan.tokens_per_s / plan.tensor, default=None)
+
+
+def sync_seconds(counts: ParameterCounts, work: Workload, machine: Machine) -> float:
+    """Every tensor is gathered to rank 0 and sent from there, to all servers at once: bound by rank 0's own card."""
+    sent = counts.num_parameters * float(work.parameter_bytes)
+    bandwidth = (machine.network_gb_s if not machine.cores else machine.nvlink_gb_s) * 1e9 * machine.link_efficiency
+    return sent / bandwidth

@@ -1,0 +1,174 @@
+"""Plans as tables for a terminal."""
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.planner.balance import Balanced, Plan
+from megatron_rl.planner.counts import ParameterCounts
+from megatron_rl.planner.machine import Machine
+from megatron_rl.planner.memory import Memory, host_bytes, output_layer_bytes
+from megatron_rl.planner.search import Scored, room
+from megatron_rl.planner.step_time import StepTime
+from megatron_rl.planner.workload import GIB, LENGTH_SPREAD, PACKING_FILL, Candidate, Workload
+
+
+def print_plans(console: Console, balanced: Balanced, machine: Machine) -> None:
+    console.print(f"[bold]plans[/bold], the fastest first ({balanced.looked_at} layouts looked at)")
+    table = Table(box=None, padding=(0, 1))
+    for name in (
+        "",
+        "GPUs",
+        "TP",
+        "PP",
+        "VPP",
+        "CP",
+        "EP",
+        "ETP",
+        "DP",
+        "tokens",
+        "recompute",
+        "GiB",
+        "train s",
+        "bubble",
+        "servers",
+        "rollouts s",
+        "step s",
+    ):
+        table.add_column(name, justify="right")
+    table.add_column("trainer limited by")
+    table.add_column("who waits")
+    for number, plan in enumerate(balanced.plans, 1):
+        c, layout = plan.trainer.candidate, plan.trainer.candidate.layout
+        sizes = (
+            layout.world_size,
+            layout.tp,
+            layout.pp,
+            layout.vpp,
+            layout.cp,
+            layout.ep,
+            layout.etp,
+            layout.dp,
+            c.microbatch_tokens,
+        )
+        table.add_row(
+            str(number), *map(str, sizes), c.recompute, f"{plan.trainer.memory.gib:.0f}", _s(plan.trainer_s),
+            f"{plan.trainer.time.bubble_share:.0%}", f"{plan.servers} x TP {plan.server.tensor}", _s(plan.rollouts_s), _s(plan.step_s),
+            plan.trainer.time.limit(), plan.waits,
+        )  # fmt: skip
+    console.print(table)
+    console.print(f"each accelerator has {machine.memory_gib:.0f} GiB, of which a plan may fill {room(machine) / GIB:.0f}")
+
+
+def print_details(console: Console, counts: ParameterCounts, work: Workload, plan: Plan, machine: Machine) -> None:
+    """The first plan in full."""
+    print_trainer(console, counts, work, plan.trainer, machine)
+    server = plan.server
+    spread = f", experts over {server.expert} ranks" if server.expert > 1 else ""
+    console.print(f"\n[bold]rollouts[/bold]: {plan.servers} servers of {server.tensor}{spread}")
+    console.print(
+        f"  weights {server.weights_gib:.1f} GiB and caches {server.cache_gib:.1f} GiB on each accelerator ({work.rollout_weights})"
+    )
+    console.print(
+        f"  {server.sequences} sequences at once, {server.tokens_per_s:.0f} tokens/s a server; limited by {server.limit}"
+    )
+    console.print(
+        f"  one step's rollouts: {_s(plan.rollouts_s)} s; an update of the weights: {_s(plan.sync_s)} s "
+        f"({counts.num_parameters * work.parameter_bytes / 1e9:.0f} GB through rank 0)"
+    )
+    print_assumptions(console, work, machine)
+
+
+def print_trainer(console: Console, counts: ParameterCounts, work: Workload, scored: Scored, machine: Machine) -> None:
+    c, layout = scored.candidate, scored.candidate.layout
+    console.print(
+        f"\n[bold]trainer[/bold]: {layout.world_size} ranks, {_layout_words(c)}, microbatches of {c.microbatch_tokens} tokens, recompute {c.recompute}"
+    )
+    console.print(_memory_table(scored.memory, machine))
+    if scored.memory.stage == layout.pp - 1 or layout.pp == 1:
+        heads = output_layer_bytes(counts, work, c)
+        console.print("  the output layer " + ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in heads.items()))
+    console.print(
+        f"  host memory of a rank: {host_bytes(counts, work, c) / GIB:.0f} GiB (the node has {machine.host_memory_gib:.0f} for each)"
+    )
+    console.print(_time_table(scored.time, machine))
+
+
+def _layout_words(c: Candidate) -> str:
+    layout = c.layout
+    uneven = [
+        f"{what} stage {size} layers"
+        for what, size in (("first", layout.first_stage_layers), ("last", layout.last_stage_layers))
+        if size
+    ]
+    return ", ".join([c.describe(), *uneven])
+
+
+def _memory_table(memory: Memory, machine: Machine) -> Table:
+    table = _two_columns(f"memory of the fullest rank (stage {memory.stage})", "GiB")
+    _rows(table, {name: size / GIB for name, size in memory.terms.items()}, "{:.2f}")
+    table.add_row("sum", f"{memory.gib:.2f}", style="bold")
+    table.add_row("room", f"{room(machine) / GIB:.2f}")
+    return table
+
+
+def _time_table(time: StepTime, machine: Machine) -> Table:
+    table = _two_columns(f"one step of the trainer ({time.microbatches} microbatches)", "s")
+    _rows(table, time.parts, "{:.2f}")
+    table.add_row("sum", f"{time.total:.2f}", style="bold")
+    table.add_row("band", f"{time.total * machine.error_low:.2f} .. {time.total * machine.error_high:.2f}")
+    return table
+
+
+def _two_columns(what: str, unit: str) -> Table:
+    table = Table(box=None, padding=(0, 2))
+    table.add_column(what)
+    table.add_column(unit, justify="right")
+    return table
+
+
+def _rows(table: Table, values: Mapping[str, float], form: str) -> None:
+    for name, value in values.items():
+        if value > 0.005:
+            table.add_row(name, form.format(value))
+
+
+def print_assumptions(console: Console, work: Workload, machine: Machine) -> None:
+    console.print("\n[bold]assumed[/bold]")
+    lengths = f"prompts of {work.mean_prompt:.0f} and responses of {work.mean_response:.0f} tokens on average"
+    sampled = f"{work.singletons:.0%} of the tokens are singletons, the others keep {work.mean_keep_set:.0f} ids"
+    known = f"between {machine.error_low} and {machine.error_high} times the predicted"
+    for line in (
+        f"{work.num_sequences} sequences a step, {lengths} (--mean-prompt, --mean-response)",
+        f"E[L^2] = {LENGTH_SPREAD} E[L]^2 of their lengths; microbatches are packed to {PACKING_FILL:.0%}",
+        f"the busiest rank's experts get {work.imbalance} times the mean (--imbalance)",
+        f"the time of one microbatch differs from the next by {work.unevenness:.0%}",
+        sampled if work.truncated else "no truncation: whole rows of logits, in chunks",
+        f"{work.scoring_passes} passes without gradient in each step",
+        f"machine {machine.name}: {machine.source}",
+        f"step times of runs that are known lie {known}; of rollouts none are known",
+    ):
+        console.print(f"  {line}", highlight=False)
+
+
+def print_missing(console: Console, balanced: Balanced, machine: Machine) -> None:
+    """Why nothing fits."""
+    if balanced.searched and balanced.searched.nearest:
+        candidate, memory = balanced.searched.nearest
+        missing = (memory.total - room(machine)) / GIB
+        console.print(
+            f"[bold red]no layout fits[/bold red]: the nearest, {candidate.layout.world_size} ranks as {_layout_words(candidate)}, recompute "
+            f"{candidate.recompute}, lacks {missing:.1f} GiB on each rank of stage {memory.stage}"
+        )
+        console.print(_memory_table(memory, machine))
+    elif balanced.searched and not balanced.searched.best:
+        console.print("[bold red]no layout divides the model[/bold red] over any number of ranks that was looked at")
+    if balanced.server is None:
+        console.print(
+            "[bold red]no server fits[/bold red]: weights and the cache of one sequence are more than what is left beside the trainer"
+        )
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.3g}" if seconds < 100 else f"{seconds:.0f}"
