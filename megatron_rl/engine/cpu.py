@@ -71,6 +71,7 @@ def install() -> None:
     _check_version()
     _stand_in_for_torch_cuda()
     _redirect_tensors()
+    _run_uncompiled()
     _mend_megatron()
     _installed = True
 
@@ -132,6 +133,12 @@ def _type_of_cuda(type_of: Callable) -> Callable:
         return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
 
     return wrapped
+
+
+def _run_uncompiled() -> None:
+    """Megatron-Core hands small functions (GPT-OSS's gate, the router's bias) to torch.compile. On a CPU each rank would start a
+    C++ compiler in the middle of a step, and ranks that share a cache folder load one another's half-written libraries."""
+    torch.compiler.set_stance("force_eager")
 
 
 def _mend_megatron() -> None:

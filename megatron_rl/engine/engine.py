@@ -20,7 +20,7 @@ from megatron_rl.engine.clock import Clock
 from megatron_rl.engine.gather import HfTensors
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.head import Head, Loss
-from megatron_rl.engine.model import Backend, build_chunks, check_trainable, mark_parameters, tensor_of, wrap_for_training
+from megatron_rl.engine.model import Backend, build_chunks, mark_parameters, tensor_of, wrap_for_training
 from megatron_rl.engine.optimizer import build_optimizer, check_gradients, set_rates
 from megatron_rl.engine.replay import Routes, RoutingReplay, make_routes
 from megatron_rl.engine.schedule import Schedule
@@ -52,7 +52,6 @@ class Engine:
         padded = groups.layout.padded_vocab_size(hf_config["vocab_size"])
         self.table = ParameterTable(hf_config, padded_vocab_size=padded, spelling=self.backend.spelling)
         self.placement = Placement(self.table, groups.layout)
-        check_trainable(self.table.architecture, config)
         chunks = build_chunks(self.table.architecture, config, groups, self.backend, padded_vocab_size=padded)
         mark_parameters(chunks, self.placement, groups.rank)
         self._held = list(self.placement.held_by(groups.rank).values())

@@ -115,15 +115,6 @@ def check_supported(model: ModelArchitecture, config: Config) -> None:
         raise UnsupportedModelError(f"layout.expert_tensor = {layout.etp}: Megatron-Core has biases of experts only with 1")
 
 
-def check_trainable(model: ModelArchitecture, config: Config) -> None:
-    """UnsupportedModelError for what can be built, and thus placed and converted, but is not proved to train."""
-    if model.moe and model.linear_biases and config.parallel.tp > 1:
-        raise UnsupportedModelError(
-            f"layout.tensor = {config.parallel.tp}: experts with biases (GPT-OSS) are trained with layout.tensor = 1 only; "
-            "cut the model by expert and pipeline"
-        )
-
-
 def _parallel_settings(config: Config) -> dict[str, Any]:
     layout = config.parallel
     return {

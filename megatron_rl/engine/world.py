@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -36,15 +37,18 @@ class World:
         self.start()
         for pipe in self._pipes:
             pipe.send((case, args))
-        results = []
-        for rank, pipe in enumerate(self._pipes):
-            failure, result = _answer(pipe)
-            if failure:
-                # The others may wait for this rank for ever, and what it left behind would disturb the next case.
-                self.close()
-                raise CaseFailed(f"rank {rank} of {self.size}: {failure}")
-            results.append(result)
-        return results
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(results) < self.size:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
+            # Whichever answers: the ranks before one that failed may wait for it for ever.
+            for pipe in wait(waiting, timeout=max(0.0, deadline - time.monotonic())) or list(waiting)[:1]:
+                failure, results[waiting[pipe]] = _answer(pipe)
+                if failure:
+                    # What the case left behind would disturb the next one.
+                    self.close()
+                    raise CaseFailed(f"rank {waiting[pipe]} of {self.size}: {failure}")
+        return [results[rank] for rank in range(self.size)]
 
     def start(self) -> None:
         if self._processes:
@@ -74,7 +78,7 @@ class World:
 
 def _answer(pipe: Connection) -> tuple[str | None, Any]:
     try:
-        return pipe.recv() if pipe.poll(TIMEOUT_S) else (f"no answer in {TIMEOUT_S} s", None)
+        return pipe.recv() if pipe.poll() else (f"no answer in {TIMEOUT_S} s", None)
     except EOFError:
         return "its process ended", None
 

@@ -4,7 +4,7 @@ Whatever loads Megatron is imported inside functions: the asking process names t
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -83,7 +83,9 @@ def opened(subject: Subject, config: Config, plant: str | None) -> Iterator[Run]
     """A fresh engine at the config's layout. Determinism is as the config wants it."""
     set_determinism(config.run.deterministic)
     with planted(plant), parallel_layout(config.parallel) as groups:
-        yield Run(subject, config, groups)
+        run = Run(subject, config, groups)
+        with closing(run.engine):
+            yield run
 
 
 def forward(rank: int, subject: Subject, config: Config, plant: str | None) -> Forward:

@@ -1,5 +1,6 @@
 """What the ranks run for one family: scores, routes, gradients and the weights again, from a Hugging Face folder."""
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,7 @@ def config_of(folder: Path, layout: Layout, dtype: str = "float32") -> Config:
 def run_family(rank: int, folder: Path, layout: Layout, dtype: str = "float32") -> FamilyResult:
     checkpoint = open_checkpoint(folder)
     config = config_of(folder, layout, dtype)
-    with parallel_layout(layout) as groups:
-        engine = build_engine(config, groups, checkpoint.config, checkpoint)
+    with parallel_layout(layout) as groups, closing(build_engine(config, groups, checkpoint.config, checkpoint)) as engine:
         model = engine.table.architecture
         plan = SupervisedPlan(0, examples_of(model.vocab_size))
         contract = ModelContract(model.vocab_size, 0, 0, 0)
@@ -113,8 +113,7 @@ def load_and_save(rank: int, folder: Path, converted: Path, saved: Path, layout:
 
     source = open_checkpoint(folder)
     zeros = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
-    with parallel_layout(layout) as groups:
-        engine = build_engine(config_of(folder, layout), groups, source.config, zeros)
+    with parallel_layout(layout) as groups, closing(build_engine(config_of(folder, layout), groups, source.config, zeros)) as engine:
         state = {f"model{n}": m.module.sharded_state_dict(metadata={"non_homogeneous_layers": True}) for n, m in enumerate(engine._models)}
         loaded = dist_checkpointing.load(state, str(converted))
         for number, model in enumerate(engine._models):

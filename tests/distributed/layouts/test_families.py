@@ -28,6 +28,7 @@ LOG_PROB = 5e-5
 GRADIENT = 2e-4
 FOUR = [
     Layout(4, tp=2, ep=2),
+    Layout(4, tp=4),
     Layout(4, pp=4),
     Layout(4, pp=2, vpp=2, ep=2),
     Layout(4, tp=2, pp=2, ep=2, first_stage_layers=1),
@@ -83,12 +84,8 @@ def test_one_process_is_transformers(single, saved, name: str) -> None:
     assert_bytes(found, saved(name))
 
 
-def layouts_of(name: str) -> list[Layout]:
-    """Experts with biases are refused where tensors are cut."""
-    return [layout for layout in FOUR if layout.tp == 1 or not name.startswith("gpt_oss")]
-
-
-@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name in FAMILIES for layout in layouts_of(name)], ids=str)
+@pytest.mark.parametrize("layout", FOUR, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_layout_is_one_process(single, four: World, saved, name: str, layout: Layout) -> None:
     wanted, ranks = single(name), four.run(run_family, saved(name), layout)
     scores = {number: values for rank in ranks for number, values in rank.log_probs.items()}
@@ -104,8 +101,7 @@ def test_every_layout_is_one_process(single, four: World, saved, name: str, layo
 @pytest.mark.parametrize("name", FAMILIES)
 def test_megatron_loads_what_is_converted_and_converts_what_megatron_saves(four: World, saved, name: str, tmp_path: Path) -> None:
     hf_to_megatron(saved(name), tmp_path / "converted", shard_bytes=100_000)
-    layout = Layout(4, pp=2, ep=2) if name.startswith("gpt_oss") else Layout(4, tp=2, pp=2, ep=2)
-    wrong = four.run(load_and_save, saved(name), tmp_path / "converted", tmp_path / "saved", layout)
+    wrong = four.run(load_and_save, saved(name), tmp_path / "converted", tmp_path / "saved", Layout(4, tp=2, pp=2, ep=2))
     assert wrong == [[]] * 4
     (tmp_path / "saved" / "config.json").write_text((saved(name) / "config.json").read_text())
     megatron_to_hf(tmp_path / "saved", tmp_path / "back")
