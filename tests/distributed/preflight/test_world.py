@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.preflight.world import CaseFailed, World
+from megatron_rl.engine.world import CaseFailed, World
 
 
 def fails_on_the_last_rank(rank: int) -> None:
