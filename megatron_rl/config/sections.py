@@ -72,8 +72,25 @@ class Trainer(Section):
     collective_timeout_s: Seconds = 600.0
 
 
+class Muon(Section):
+    """For the weight matrices of attention, MLPs and experts, with optimizer.name = 'muon'; the rest stays with AdamW."""
+
+    learning_rate: Annotated[float, Field(gt=0.0)] | None = None
+    """At the peak; warm-up and decay are the optimizer's. None: optimizer.learning_rate, since updates have AdamW's size."""
+    weight_decay: Annotated[float, Field(ge=0.0)] | None = None
+    """None: optimizer.weight_decay."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    newton_schulz_steps: Positive = 5
+    newton_schulz_dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 is faster on a GPU, and its updates are far off where a gradient has few directions."""
+    round_mib: Positive = 512
+    """Of fp32 gradients that are exchanged at a time, by whole layers; the next exchange runs beside the work on the last."""
+
+
 class Optimizer(Section):
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: for weight matrices, AdamW with the values below for the rest."""
+    muon: Muon = Muon()
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-6
     min_learning_rate: Annotated[float, Field(ge=0.0)] = 0.0
     warmup_steps: NonNegative = 0

@@ -23,6 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megatron_rl.config import Config
 from megatron_rl.engine.optimizer import align_step_counts, separate_step_counts
 from megatron_rl.layouts import ModelArchitecture
 
@@ -44,14 +45,14 @@ def save_checkpoint(
     models: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
     architecture: ModelArchitecture,
-    dtype: str,
+    config: Config,
     step: int,
 ) -> None:
     """Write aside, then rename: a folder under its final name is whole. All ranks call it; all return when it is there."""
     aside = folder.with_name(f".{folder.name}.part")
     _on_first_rank(lambda: _make_room(folder, aside))
     state = _sharded_state(models, optimizer, is_loading=False)
-    state |= {"step": step, "architecture": asdict(architecture), "dtype": dtype}
+    state |= {"step": step, "architecture": asdict(architecture), "dtype": config.model.dtype, "trained_by": config.optimizer.name}
     dist_checkpointing.save(state, str(aside), content_metadata=dict(_CONTENT))
     _on_first_rank(lambda: _publish(aside, folder))
 
@@ -61,12 +62,12 @@ def load_checkpoint(
     models: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
     architecture: ModelArchitecture,
-    dtype: str,
+    config: Config,
 ) -> int:
     """Fill model and optimizer; returns the step. CheckpointError for a folder that is not whole, or of another model."""
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         raise CheckpointError(f"{folder} is not a whole checkpoint: it has no metadata.json; take an earlier one, or start anew")
-    _check_content(folder, asdict(architecture), dtype)
+    _check_content(folder, asdict(architecture), config)
     state = dist_checkpointing.load(_sharded_state(models, optimizer, is_loading=True), str(folder))
     for number, model in enumerate(models):
         model.module.load_state_dict(state[f"model{number}"])
@@ -117,13 +118,19 @@ def _spread(flat: Tensor, buffer: Any) -> Tensor:
     return spread
 
 
-def _check_content(folder: Path, architecture: dict[str, Any], dtype: str) -> None:
+def _check_content(folder: Path, architecture: dict[str, Any], config: Config) -> None:
     found = dist_checkpointing.load_common_state_dict(str(folder))
     saved = {**found.get("architecture", {}), "dtype": found.get("dtype")}
-    wanted = {**architecture, "dtype": dtype}
+    wanted = {**architecture, "dtype": config.model.dtype}
     wrong = [f"{name} is {saved.get(name)} there and {value} here" for name, value in wanted.items() if saved.get(name) != value]
     if wrong:
         raise CheckpointError(f"{folder} is of another model: " + "; ".join(wrong))
+    trained_by = found.get("trained_by", "adamw")  # checkpoints of the time before Muon do not say it
+    if trained_by != config.optimizer.name:
+        raise CheckpointError(
+            f"{folder} holds the state of optimizer.name = '{trained_by}', which '{config.optimizer.name}' cannot go on with; keep the "
+            "optimizer, or start a new run from the weights: megatron-rl convert megatron-to-hf, then model.path = that folder"
+        )
 
 
 def _make_room(folder: Path, aside: Path) -> None:

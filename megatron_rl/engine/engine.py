@@ -21,7 +21,8 @@ from megatron_rl.engine.gather import HfTensors
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.head import Head, Loss
 from megatron_rl.engine.model import Backend, build_chunks, mark_parameters, tensor_of, wrap_for_training
-from megatron_rl.engine.optimizer import build_optimizer, check_gradients, set_rates
+from megatron_rl.engine.muon import Muon
+from megatron_rl.engine.optimizer import build_optimizer, check_gradients, muon_rates, set_rates
 from megatron_rl.engine.replay import Routes, RoutingReplay, make_routes
 from megatron_rl.engine.schedule import Schedule
 from megatron_rl.engine.state import state_tensors
@@ -59,7 +60,7 @@ class Engine:
         self._fill(weights)
         self._replay = RoutingReplay(chunks)
         self._models = wrap_for_training(chunks)
-        self._optimizer = build_optimizer(config, self._models)
+        self.reset_optimizer()
         self._schedule = Schedule(self._models, self._replay, groups)
         self._last_chunk = chunks[-1]
         self._head = Head(
@@ -105,7 +106,7 @@ class Engine:
         check_gradients(self._models, self._names_of_parameters(), step)
         reduced = time.perf_counter()
         before_update_s = self._clock.read()
-        set_rates(self._optimizer, learning_rate, self.config.optimizer.weight_decay)
+        self._set_rates(learning_rate)
         _, grad_norm, _ = self._optimizer.step()
         done = time.perf_counter()
         with self._clock:
@@ -147,14 +148,18 @@ class Engine:
     def reset_optimizer(self) -> None:
         """Forget moments and step count, as between a supervised start and the first RL step."""
         self._optimizer = build_optimizer(self.config, self._models)
+        self._muon: Muon | None = None
+        if self.config.optimizer.name == "muon":
+            held = ((held, self._parameter(held)) for held in self._held if not held.is_tied_copy)
+            self._muon = Muon(self.config, self._optimizer, self.placement, self.groups, held)
 
     def save(self, folder: Path, step: int) -> None:
         """Model and optimizer into a new folder, which appears when it is whole; `step` is given back by `load`."""
-        save_checkpoint(folder, self._models, self._optimizer, self.table.architecture, self.config.model.dtype, step)
+        save_checkpoint(folder, self._models, self._optimizer, self.table.architecture, self.config, step)
 
     def load(self, folder: Path) -> int:
         """Model and optimizer from a folder that `save` wrote, at this or any other layout; returns its step."""
-        return load_checkpoint(folder, self._models, self._optimizer, self.table.architecture, self.config.model.dtype)
+        return load_checkpoint(folder, self._models, self._optimizer, self.table.architecture, self.config)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of all that a step changes, weights and optimizer, by name and in the order of the model; no
@@ -176,6 +181,12 @@ class Engine:
         self._forward_backward(self._prepare(microbatches, None, None), loss, denominators, reduce_fully=True)
         self._clock.read()
         return HfTensors(self.placement, self.groups.rank, self.groups.device, torch.float32, self._gradient)
+
+    def _set_rates(self, learning_rate: float) -> None:
+        section = self.config.optimizer
+        set_rates(self._optimizer, learning_rate, section.weight_decay)
+        if self._muon:
+            self._muon.rates = muon_rates(section, learning_rate)
 
     def _parameter(self, held: HeldParameter) -> Tensor:
         return self._parameters[held.chunk, held.name]

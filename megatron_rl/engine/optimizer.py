@@ -1,4 +1,4 @@
-"""AdamW through Megatron's distributed optimizer, and the rates of a step."""
+"""AdamW through Megatron's distributed optimizer, Muon within it where it is asked for, and the rates of a step."""
 
 import math
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 
 from megatron_rl.config import Config
 from megatron_rl.config.sections import Optimizer
+from megatron_rl.optim import MuonRates
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -40,18 +41,19 @@ def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel]) -
         params_dtype=dtype, bf16=dtype is torch.bfloat16, use_distributed_optimizer=True,
     )  # fmt: skip
     optimizer = get_megatron_optimizer(settings, list(chunks))
-    _make_states(optimizer)
+    for part in inner_optimizers(optimizer):
+        # A fused optimizer is loaded without states as well, but not with some of them.
+        if isinstance(part, torch.optim.AdamW) or section.name == "muon":
+            _make_states(part)
     return optimizer
 
 
-def _make_states(optimizer: MegatronOptimizer) -> None:
+def _make_states(part: torch.optim.Optimizer) -> None:
     """PyTorch's AdamW makes its moments at the first step; Megatron can neither save nor load an optimizer without them."""
-    for part in _torch_optimizers(optimizer):
-        for parameter in (parameter for group in part.param_groups for parameter in group["params"]):
-            part.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32), "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }  # fmt: skip
+    for parameter in (parameter for group in part.param_groups for parameter in group["params"]):
+        state = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+        step = {"step": torch.zeros((), dtype=torch.float32)} if isinstance(part, torch.optim.AdamW) else {}
+        part.state[parameter] = step | state
 
 
 def align_step_counts(optimizer: MegatronOptimizer) -> None:
@@ -75,10 +77,24 @@ def separate_step_counts(optimizer: MegatronOptimizer) -> None:
             state["step"] = state["step"].clone()
 
 
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """What Megatron wraps: one for the dense parameters, one for experts."""
+    parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    return [part for part in parts if part is not None]
+
+
 def _torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.AdamW]:
     """The PyTorch optimizers inside; none where Transformer Engine or apex brings a fused one."""
-    parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
-    return [part for part in parts if isinstance(part, torch.optim.AdamW)]
+    return [part for part in inner_optimizers(optimizer) if isinstance(part, torch.optim.AdamW)]
+
+
+def muon_rates(section: Optimizer, rate: float) -> MuonRates:
+    """Of a step in which AdamW's rate is `rate`: Muon's follows the same schedule."""
+    own, decay = section.muon.learning_rate, section.muon.weight_decay
+    return MuonRates(
+        learning_rate=rate if own is None else rate * own / section.learning_rate,
+        weight_decay=section.weight_decay if decay is None else decay,
+    )
 
 
 def set_rates(optimizer: MegatronOptimizer, rate: float, weight_decay: float) -> None:

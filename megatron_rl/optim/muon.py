@@ -1,0 +1,100 @@
+"""One step of Muon on the ranks of a pipeline stage; the update is that of the logical matrices, whatever the layout.
+
+    round 0  gather ─▶ orthogonalise ─▶ send back ─▶ apply
+    round 1     gather ──────────────▶ orthogonalise ─▶ send back ─▶ apply
+                 beside the work of round 0              beside the work of round 1
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.layouts import Parameter
+from megatron_rl.optim.exchange import Piece, Routing, Transfer, bring_together, cut_up, routing_of
+from megatron_rl.optim.newton_schulz import orthogonalise, update_scale
+from megatron_rl.optim.plan import Round
+from megatron_rl.optim.reference import MuonRates, MuonSettings
+
+_BATCH_ELEMENTS = 16 * 2**20
+"""Equal matrices are orthogonalised together up to so many elements: the iteration holds a few copies of them."""
+
+
+@dataclass(frozen=True)
+class HeldPiece:
+    """This rank's state of a piece: flat fp32 tensors of piece.length elements, all of them changed in place by a step."""
+
+    weight: Tensor
+    momentum: Tensor
+    gradient: Tensor
+
+
+class DistributedMuon:
+    """The part of Muon that one rank carries. A step is a collective of the stage.
+
+    group: the ranks of the pipeline stage. pieces: this rank's; together the ranks hold every element of each shard once.
+    """
+
+    def __init__(
+        self, settings: MuonSettings, rounds: Sequence[Round], pieces: Sequence[Piece], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._settings, self._group, self._device = settings, group, device
+        self._lengths = [piece.length for piece in pieces]
+        of_all: list[list[Piece]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(of_all, list(pieces), group=group)
+        self._routings = [routing_of(each, of_all, group.rank()) for each in rounds]
+
+    @torch.no_grad()
+    def step(self, held: Sequence[HeldPiece], rates: MuonRates) -> None:
+        """held: as the pieces that were given; gradients are overwritten."""
+        coming = self._gather(self._routings[0], held) if self._routings else None
+        going_back: tuple[Routing, Transfer] | None = None
+        for number, routing in enumerate(self._routings):
+            received = coming.wait()
+            if number + 1 < len(self._routings):
+                coming = self._gather(self._routings[number + 1], held)
+            updates = update_of(routing.owned, bring_together(routing, received), self._settings)
+            if going_back:
+                self._apply(*going_back, held, rates)
+            parts = cut_up(routing, updates, received[0])
+            going_back = routing, Transfer(parts, [self._length(numbers) for numbers in routing.updated], self._group)
+        if going_back:
+            self._apply(*going_back, held, rates)
+
+    def _gather(self, routing: Routing, held: Sequence[HeldPiece]) -> Transfer:
+        """Raise the momentum of the round's pieces, and send Nesterov's direction to the owners."""
+        beta = self._settings.momentum
+        for each in (held[number] for numbers in routing.updated for number in numbers):
+            each.momentum.mul_(beta).add_(each.gradient)
+            each.gradient.add_(each.momentum, alpha=beta)
+        nothing = torch.empty(0, device=self._device)
+        parts = [torch.cat([held[n].gradient for n in numbers]) if numbers else nothing for numbers in routing.outgoing]
+        return Transfer(parts, [sum(piece.length for piece in pieces) for pieces in routing.incoming], self._group)
+
+    def _apply(self, routing: Routing, transfer: Transfer, held: Sequence[HeldPiece], rates: MuonRates) -> None:
+        for numbers, flat in zip(routing.updated, transfer.wait(), strict=True):
+            for number, update in zip(numbers, flat.split([self._lengths[n] for n in numbers]), strict=True):
+                held[number].weight.mul_(1 - rates.learning_rate * rates.weight_decay).add_(update, alpha=-rates.learning_rate)
+
+    def _length(self, numbers: Iterable[int]) -> int:
+        return sum(self._lengths[number] for number in numbers)
+
+
+def update_of(parameters: Sequence[Parameter], directions: dict[str, Tensor], settings: MuonSettings) -> dict[str, Tensor]:
+    """Full tensors of the update by name, from those of the direction: each logical matrix by itself, those of one shape together."""
+    parts = {p.name: list(p.kind.split(directions[p.name])) for p in parameters}
+    by_shape: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    for name, matrices in parts.items():
+        for place, matrix in enumerate(matrices):
+            by_shape.setdefault(tuple(matrix.shape), []).append((name, place))
+    for shape, places in by_shape.items():
+        at_once = max(1, _BATCH_ELEMENTS // (shape[0] * shape[1]))
+        for first in range(0, len(places), at_once):
+            some = places[first : first + at_once]
+            stacked = torch.stack([parts[name][place] for name, place in some]).to(settings.newton_schulz_dtype)
+            found = orthogonalise(stacked, settings.newton_schulz_steps).float().mul_(update_scale(*shape))
+            for (name, place), matrix in zip(some, found, strict=True):
+                parts[name][place] = matrix
+    return {p.name: p.kind.fuse(parts[p.name]) for p in parameters}

@@ -1,0 +1,100 @@
+"""Who orthogonalises what, and in which order: a pure function of sizes, the same on every rank.
+
+The ranks of a pipeline stage hold the stage's matrices in pieces (tensor parallelism cuts matrices, the distributed optimizer cuts
+what is left over the data-parallel ranks). For each parameter one rank, its owner, brings the pieces together, orthogonalises its
+logical matrices and sends the pieces of the update back. This goes in rounds of whole layers, so that the exchange of one round runs
+beside the work of another.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_rl.layouts import Parameter, Placement
+from megatron_rl.optim.newton_schulz import flops
+
+
+@dataclass(frozen=True)
+class Task:
+    """One parameter of the stage: all logical matrices in it have the same owner."""
+
+    parameter: Parameter
+    sharers: tuple[int, ...]
+    """Ranks within the stage that hold a piece of it: one of them becomes its owner."""
+    flops: int
+
+    @property
+    def elements(self) -> int:
+        return sum(rows * columns for rows, columns in self.parameter.kind.part_shapes)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Whole layers, exchanged and orthogonalised together."""
+
+    tasks: tuple[Task, ...]
+    owners: tuple[int, ...]
+    """Of each task, a rank within the stage."""
+
+
+def stage_tasks(placement: Placement, stage: int, steps: int) -> list[Task]:
+    """Muon's share of the parameters of a stage, layer after layer. steps: of Newton-Schulz."""
+    layout = placement.layout
+    first = stage * layout.ranks_per_stage
+    coords = [layout.coords_of(first + number) for number in range(layout.ranks_per_stage)]
+    everyone = tuple(range(layout.ranks_per_stage))
+    by_ep = {ep: tuple(number for number in everyone if coords[number].ep == ep) for ep in range(layout.ep)}
+    tasks = []
+    for parameter in placement.table.parameters:
+        if not parameter.role.has_matrices or placement.stage_of(parameter) != stage:
+            continue
+        owner = coords[placement.owners(parameter)[0] - first]
+        sharers = by_ep[owner.ep] if parameter.is_expert else everyone
+        work = sum(flops(*shape, steps) for shape in parameter.kind.part_shapes)
+        tasks.append(Task(parameter, sharers, work))
+    return tasks
+
+
+def plan_rounds(tasks: Sequence[Task], num_ranks: int, elements_per_round: int) -> list[Round]:
+    """Rounds of neighbouring layers that reach `elements_per_round`, each shared out by cost: the most expensive task first, to the
+    rank with the least work so far, this and the earlier rounds together. Experts come before what more ranks can take."""
+    loads = [0] * num_ranks
+    return [_share_out(tuple(group), loads) for group in _whole_layers(tasks, elements_per_round)]
+
+
+def loads_of(rounds: Iterable[Round], num_ranks: int) -> list[int]:
+    """FLOPs of each rank of the stage."""
+    loads = [0] * num_ranks
+    for each in rounds:
+        for task, owner in zip(each.tasks, each.owners, strict=True):
+            loads[owner] += task.flops
+    return loads
+
+
+def _whole_layers(tasks: Sequence[Task], elements: int) -> Iterable[list[Task]]:
+    group: list[Task] = []
+    size = 0
+    for task in tasks:
+        if group and group[-1].parameter.layer != task.parameter.layer and size >= elements:
+            yield group
+            group, size = [], 0
+        group.append(task)
+        size += task.elements
+    if group:
+        yield group
+
+
+def _share_out(tasks: tuple[Task, ...], loads: list[int]) -> Round:
+    """Raises `loads` by what it gives out."""
+    by_sharers: dict[tuple[int, ...], list[int]] = {}
+    for number, task in enumerate(tasks):
+        by_sharers.setdefault(task.sharers, []).append(number)
+    owners = [0] * len(tasks)
+    for sharers in sorted(by_sharers, key=len):
+        waiting = [(loads[rank], rank) for rank in sharers]
+        heapq.heapify(waiting)
+        for number in sorted(by_sharers[sharers], key=lambda number: -tasks[number].flops):
+            load, rank = waiting[0]
+            owners[number], loads[rank] = rank, load + tasks[number].flops
+            heapq.heapreplace(waiting, (loads[rank], rank))
+    return Round(tasks, tuple(owners))

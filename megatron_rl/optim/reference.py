@@ -1,0 +1,34 @@
+"""What one step of Muon is, for one logical matrix in float64: what every layout is measured by."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.optim.newton_schulz import orthogonalise, update_scale
+
+
+@dataclass(frozen=True)
+class MuonSettings:
+    """Of the run, the same for all matrices; the rates are those of a step."""
+
+    momentum: float = 0.95
+    newton_schulz_steps: int = 5
+    newton_schulz_dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class MuonRates:
+    learning_rate: float
+    weight_decay: float
+
+
+def reference_step(
+    weight: Tensor, momentum: Tensor, gradient: Tensor, settings: MuonSettings, rates: MuonRates
+) -> tuple[Tensor, Tensor]:
+    """The weight and the momentum after the step, float64 [R, C]; Nesterov momentum, decoupled weight decay."""
+    weight, momentum, gradient = (tensor.double() for tensor in (weight, momentum, gradient))
+    momentum = settings.momentum * momentum + gradient
+    direction = gradient + settings.momentum * momentum
+    update = update_scale(*weight.shape) * orthogonalise(direction, settings.newton_schulz_steps)
+    return weight - rates.learning_rate * (update + rates.weight_decay * weight), momentum
