@@ -52,7 +52,12 @@ def save_checkpoint(
     aside = folder.with_name(f".{folder.name}.part")
     _on_first_rank(lambda: _make_room(folder, aside))
     state = _sharded_state(models, optimizer, is_loading=False)
-    state |= {"step": step, "architecture": asdict(architecture), "dtype": config.model.dtype, "trained_by": config.optimizer.name}
+    state |= {
+        "step": step,
+        "architecture": asdict(architecture),
+        "dtype": config.model.dtype,
+        "trained_by": config.optimizer.name,
+    }
     dist_checkpointing.save(state, str(aside), content_metadata=dict(_CONTENT))
     _on_first_rank(lambda: _publish(aside, folder))
 

@@ -1,8 +1,8 @@
 """Muon for the logical matrices of a model that is laid out over many ranks; its update does not depend on the layout.
 
-    rounds = plan_rounds(stage_tasks(placement, stage, steps), layout.ranks_per_stage, elements_per_round)
-    muon = DistributedMuon(settings, rounds, held_pieces, group_of_the_stage)
-    muon.step(gradients, MuonRates(learning_rate, weight_decay))     # weights and momenta in place
+rounds = plan_rounds(stage_tasks(placement, stage, steps), layout.ranks_per_stage, elements_per_round)
+muon = DistributedMuon(settings, rounds, held_pieces, group_of_the_stage)
+muon.step(gradients, MuonRates(learning_rate, weight_decay))     # weights and momenta in place
 """
 
 from megatron_rl.optim.exchange import Piece

@@ -73,7 +73,9 @@ def routing_of(one: Round, pieces: Sequence[Sequence[Piece]], rank: int) -> Rout
 
     def mine(owner: int, *, values: bool) -> tuple[int, ...]:
         return tuple(
-            number for number, piece in enumerate(pieces[rank]) if owner_of.get(piece.name) == owner and (not values or is_needed(piece))
+            number
+            for number, piece in enumerate(pieces[rank])
+            if owner_of.get(piece.name) == owner and (not values or is_needed(piece))
         )
 
     def theirs(sender: int, *, values: bool) -> tuple[Piece, ...]:

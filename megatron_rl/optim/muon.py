@@ -1,8 +1,8 @@
 """One step of Muon on the ranks of a pipeline stage; the update is that of the logical matrices, whatever the layout.
 
-    round 0  gather ─▶ orthogonalise ─▶ send back ─▶ apply
-    round 1     gather ──────────────▶ orthogonalise ─▶ send back ─▶ apply
-                 beside the work of round 0              beside the work of round 1
+round 0  gather ─▶ orthogonalise ─▶ send back ─▶ apply
+round 1     gather ──────────────▶ orthogonalise ─▶ send back ─▶ apply
+             beside the work of round 0              beside the work of round 1
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,12 @@ class DistributedMuon:
     """
 
     def __init__(
-        self, settings: MuonSettings, rounds: Sequence[Round], pieces: Sequence[Piece], group: dist.ProcessGroup, device: torch.device
+        self,
+        settings: MuonSettings,
+        rounds: Sequence[Round],
+        pieces: Sequence[Piece],
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
         self._settings, self._group, self._device = settings, group, device
         self._lengths = [piece.length for piece in pieces]

@@ -1,0 +1,73 @@
+"""Steps of Muon on the ranks."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_rl.engine.checkpoint import CheckpointError
+from tests.distributed.engine.cases import Run, Setting, laid_out
+
+Weights = dict[str, Tensor]
+MUON: dict[str, Any] = {"name": "muon", "weight_decay": 0.1, "muon": {"round_mib": 1}}
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Of two steps, on rank 0: the gradient before each, unclipped, the weights after each, and the gradients' norms."""
+
+    gradients: list[Weights]
+    weights: list[Weights]
+    grad_norms: list[float]
+
+
+def muon_steps(rank: int, setting: Setting) -> Stepped:
+    with laid_out(setting) as groups:
+        run = Run(groups, setting, optimizer=MUON)
+        found = Stepped([], [], [])
+        for number in range(2):
+            found.gradients.append(run.gradients())
+            found.grad_norms.append(run.step(number)["grad_norm"])
+            found.weights.append(run.weights())
+        return found
+
+
+def state_after_steps(rank: int, setting: Setting) -> Weights:
+    """All that two steps change on this rank."""
+    with laid_out(setting) as groups:
+        run = Run(groups, setting, optimizer=MUON)
+        for number in range(2):
+            run.step(number)
+        return {name: tensor.clone() for name, tensor in run.engine.state()}
+
+
+def save_and_go_on(rank: int, setting: Setting, folder: Path) -> Weights:
+    """Two steps, a checkpoint, two more steps: the weights at the end."""
+    with laid_out(setting) as groups:
+        run = Run(groups, setting, optimizer=MUON)
+        for number in range(2):
+            run.step(number)
+        run.engine.save(folder, 2)
+        for number in range(2, 4):
+            run.step(number)
+        return run.weights()
+
+
+def resume(rank: int, setting: Setting, folder: Path) -> tuple[Weights, float]:
+    """A fresh engine, the checkpoint, two more steps: the weights and the last loss."""
+    with laid_out(setting) as groups:
+        run = Run(groups, setting, optimizer=MUON)
+        losses = [run.step(number)["loss"] for number in range(run.engine.load(folder), 4)]
+        return run.weights(), losses[-1]
+
+
+def other_optimizer(rank: int, setting: Setting, folder: Path, saved_by: str, loaded_by: str) -> str:
+    """What is said when one optimizer's checkpoint is loaded by the other."""
+    with laid_out(setting) as groups:
+        Run(groups, setting, optimizer={"name": saved_by}).engine.save(folder, 0)
+        try:
+            Run(groups, setting, optimizer={"name": loaded_by}).engine.load(folder)
+        except CheckpointError as error:
+            return str(error)
+        return "nothing"

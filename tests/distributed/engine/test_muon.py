@@ -1,0 +1,128 @@
+"""Muon's step is the float64 reference's on the Hugging Face matrices, at every layout; runs repeat and resume.
+
+Not shown: bf16 iterations, GPUs, context parallelism.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl.layouts import ParameterTable
+from megatron_rl.optim import MuonRates, MuonSettings, reference_step
+from megatron_rl.topology import Layout
+from tests.distributed.engine.cases import LEARNING_RATE, Setting
+from tests.distributed.engine.muon_cases import (
+    Stepped,
+    muon_steps,
+    other_optimizer,
+    resume,
+    save_and_go_on,
+    state_after_steps,
+)
+from tests.distributed.engine.subject import MODELS, weights_of
+from tests.distributed.engine.world import World
+
+# Of an update, relative to its norm. Against the reference, which starts from the same gradients, what is left is the iteration's own
+# rounding and that of weights near 1 (6e-8) beside an update of about .2 * LEARNING_RATE.
+REFERENCE = 2e-3
+# Between layouts the gradients differ by about 1e-6 relative to their norm, and Newton-Schulz raises that of the smallest singular
+# values by up to 3.4445^5 = 485.
+LAYOUT = 2e-3
+
+FOUR = {
+    "dp4": Setting(layout=Layout(4)),
+    "tp2": Setting(layout=Layout(4, tp=2)),
+    "tp4, more than query groups": Setting(layout=Layout(4, tp=4)),
+    "pp2": Setting(layout=Layout(4, pp=2)),
+    "ep2": Setting(layout=Layout(4, ep=2)),
+    "tp4 etp2 ep2": Setting(layout=Layout(4, tp=4, etp=2, ep=2)),
+    "tp2 pp2 vpp2 ep2": Setting(layout=Layout(4, tp=2, pp=2, vpp=2, ep=2)),
+    "dense and tied, tp2 pp2": Setting("qwen3", Layout(4, tp=2, pp=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def single(one: World):
+    @cache
+    def of(model: str) -> Stepped:
+        return one.run(muon_steps, Setting(model))[0]
+
+    return of
+
+
+def matrices_of(model: str) -> list[str]:
+    return [t.name for p in ParameterTable(MODELS[model]).parameters if p.role.has_matrices for t in p.hf]
+
+
+def worst(found: dict[str, Tensor], wanted: dict[str, Tensor], before: dict[str, Tensor], names: list[str]) -> tuple[float, str]:
+    """The largest difference of an update, relative to the update's norm, and whose it is."""
+    return max((float((found[n] - wanted[n]).double().norm() / (wanted[n] - before[n]).double().norm()), n) for n in names)
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3"])
+def test_two_steps_are_the_references(single, model: str) -> None:
+    found, before = single(model), weights_of(model)
+    expected = {name: weight.double() for name, weight in before.items()}
+    momenta = {name: torch.zeros_like(weight) for name, weight in expected.items()}
+    for number in range(2):
+        clipped = min(1.0, 1.0 / (found.grad_norms[number] + 1e-6))
+        for name in matrices_of(model):
+            gradient = clipped * found.gradients[number][name].double()
+            rates = MuonRates(LEARNING_RATE, 0.1)
+            expected[name], momenta[name] = reference_step(expected[name], momenta[name], gradient, MuonSettings(), rates)
+        assert (difference := worst(found.weights[number], expected, before, matrices_of(model)))[0] < REFERENCE, difference
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_every_layout_makes_the_same_update(single, four: World, name: str) -> None:
+    setting = FOUR[name]
+    wanted, found, before = single(setting.model), four.run(muon_steps, setting)[0], weights_of(setting.model)
+    for number in range(2):
+        difference = worst(found.weights[number], wanted.weights[number], before, matrices_of(setting.model))
+        assert difference[0] < LAYOUT, difference
+        rest = set(before) - set(matrices_of(setting.model))
+        # AdamW's part: as in test_parity
+        assert max(float((found.weights[number][n] - wanted.weights[number][n]).abs().max()) for n in rest) < 0.2 * LEARNING_RATE
+
+
+def test_runs_are_equal_to_the_bit(four: World) -> None:
+    setting = Setting(layout=Layout(4, tp=2, ep=2))
+    first, second = four.run(state_after_steps, setting), four.run(state_after_steps, setting)
+    for one_rank, same_rank in zip(first, second, strict=True):
+        assert one_rank.keys() == same_rank.keys()
+        assert all(torch.equal(tensor, same_rank[name]) for name, tensor in one_rank.items())
+
+
+def test_momentum_is_the_only_state_and_falls_with_the_replicas(four: World) -> None:
+    """Each of the four replicas holds a quarter of the momentum, and there is no second moment of a matrix."""
+    parameters = ParameterTable(MODELS["qwen3_moe"]).parameters
+    names = {parameter.name for parameter in parameters if parameter.role.has_matrices}
+    elements = sum(p.kind.shape[0] * p.kind.shape[1] for p in parameters if p.role.has_matrices)
+    for state in four.run(state_after_steps, Setting(layout=Layout(4))):
+        own = {key: tensor.numel() for key, tensor in state.items() if key.split(" ")[0] in names}
+        assert not any(key.endswith("exp_avg_sq") for key in own)
+        assert sum(size for key, size in own.items() if key.endswith(" exp_avg")) < 0.3 * elements
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resumed_is_uninterrupted(four: World, one: World, tmp_path: Path, dtype: str) -> None:
+    setting = Setting(layout=Layout(4, tp=2, pp=2, ep=2), dtype=dtype)
+    wanted = four.run(save_and_go_on, setting, tmp_path / "step2")[0]
+    found, loss = four.run(resume, setting, tmp_path / "step2")[0]
+    assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
+    if dtype == "float32":
+        elsewhere = [four.run(resume, Setting(layout=Layout(4, ep=4)), tmp_path / "step2")[0]]
+        elsewhere.append(one.run(resume, Setting(), tmp_path / "step2")[0])
+        for weights, other_loss in elsewhere:
+            assert other_loss == pytest.approx(loss, rel=1e-5)
+            # A momentum that is lost or in another's place moves weights by their whole update.
+            assert worst(weights, wanted, weights_of("qwen3_moe"), matrices_of("qwen3_moe"))[0] < LAYOUT
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("adamw", "muon"), ("muon", "adamw")])
+def test_the_other_optimizer_is_told(one: World, tmp_path: Path, saved_by: str, loaded_by: str) -> None:
+    (message,) = one.run(other_optimizer, Setting(), tmp_path / "step0", saved_by, loaded_by)
+    assert f"optimizer.name = '{saved_by}'" in message and "megatron-to-hf" in message
