@@ -1,6 +1,6 @@
 """How Megatron names the same parameters under different layer specs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 LAYER = "decoder.layers.{layer}."
 
@@ -51,13 +51,8 @@ TRANSFORMER_ENGINE = Spelling(
 )
 """Transformer Engine's modules: norms fused into the following linear, experts as one grouped matrix product."""
 
-CHECKPOINT = Spelling(
-    attention_norm=TRANSFORMER_ENGINE.attention_norm,
-    dense_mlp_norm=TRANSFORMER_ENGINE.dense_mlp_norm,
-    sparse_mlp_norm=TRANSFORMER_ENGINE.sparse_mlp_norm,
-    latent_attention_norm=TRANSFORMER_ENGINE.latent_attention_norm,
-    latent_q_norm=TRANSFORMER_ENGINE.latent_q_norm,
-    latent_kv_norm=TRANSFORMER_ENGINE.latent_kv_norm,
+CHECKPOINT = replace(
+    TRANSFORMER_ENGINE,
     expert_fc1="mlp.experts.experts.{expert}.linear_fc1.weight",
     expert_fc2="mlp.experts.experts.{expert}.linear_fc2.weight",
 )

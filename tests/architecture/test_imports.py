@@ -45,7 +45,7 @@ LIGHT_UNITS = {"topology", "config", "records", "metrics", "tasks", "processes",
 HEAVY = {"torch", "megatron", "vllm", "transformers", "transformer_engine", "triton"}
 
 # Needed by some runs only, or slow to import: inside the function that needs them.
-LAZY = {"reasoning_gym", "datasets", "wandb", "tensorboard", "tensorboardX", "matplotlib"}
+LAZY = {"reasoning_gym", "datasets", "wandb", "tensorboardX", "matplotlib"}
 
 MODULES = package_modules()
 NAMES = frozenset(module.name for module in MODULES)
