@@ -9,7 +9,7 @@ from megatron_rl.config.tree import Config
 
 @dataclass(frozen=True)
 class RunFolder:
-    """RUN/: config.toml, model/, spool/, checkpoints/, logs/, metrics.jsonl, tensorboard/, rollouts/, fingerprints/, replays/,
+    """RUN/: config.toml, model/, spool/, checkpoints/, logs/, metrics.jsonl, tensorboard/, rollouts/, scores/, fingerprints/, replays/,
     summary.json, export/."""
 
     path: Path
@@ -63,6 +63,10 @@ class RunFolder:
     def examples(self) -> Path:
         """Rollouts that one can read, a text file a step."""
         return self.path / "rollouts"
+
+    def scores_file(self, step: int) -> Path:
+        """The trainer's log-probs of a few rollouts of a step."""
+        return self.path / "scores" / f"step_{step:06d}.safetensors"
 
     @property
     def summary_file(self) -> Path:

@@ -138,6 +138,19 @@ def plan(
         raise typer.Exit(1)
 
 
+@app.command()
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs, drawn side by side.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+) -> None:
+    """Write one HTML file of one or several runs: plots over steps, rollouts token by token, configurations. It needs no network."""
+    from megatron_rl.report import write_report
+
+    with _user_errors():
+        num_bytes = write_report([RunFolder(path) for path in run_dirs], out)
+    typer.echo(f"{out}: {num_bytes / 1e6:.1f} MB")
+
+
 @convert.command("hf-to-megatron")
 def hf_to_megatron(
     source: Annotated[Path, typer.Argument(help="Hugging Face folder: config.json, safetensors.", show_default=False)],

@@ -19,13 +19,14 @@ from megatron_rl.engine import build_engine, start_process
 from megatron_rl.engine.optimizer import learning_rate
 from megatron_rl.metrics import Metric, merge, to_floats
 from megatron_rl.objective import Denominators, PolicyLoss
-from megatron_rl.records import StepPlan
+from megatron_rl.records import StepPlan, write_scores
 from megatron_rl.trainer.fingerprint import Fingerprint, checksums
 from megatron_rl.trainer.model_folder import assembly_options, open_model
 from megatron_rl.trainer.probe import Prober
 from megatron_rl.trainer.publisher import Publisher
 from megatron_rl.trainer.ranks import gather, gather_on_first, share, the_rank
 from megatron_rl.trainer.saving import load_checkpoint, save_checkpoint, write_policy
+from megatron_rl.trainer.scored import KeepsLogProbs, completion_scores, shown_entries
 from megatron_rl.trainer.steering import Steering, steering_from_environment
 from megatron_rl.trainer.supervised import SupervisedStart
 from megatron_rl.wire.control import Order, SavedReport, StepReport
@@ -71,6 +72,8 @@ class Trainer:
         self.step = 0
         self.fingerprint: Fingerprint | None = None
         """Of the last step, where the config asks for it; on rank 0."""
+        self.scores: dict[str, np.ndarray] = {}
+        """Of a few rollouts of the last step: uid to the log-probs [C] that its loss was computed from; on rank 0."""
         self._assemble_s = 0.0
         self._to_report: dict[str, float] = {}
         """Measured since the last step's report: the update of the servers and the probe belong to the step that follows them."""
@@ -104,6 +107,7 @@ class Trainer:
         if self.steering:
             if self.fingerprint:  # before the report: a step that counts as done has one
                 self.fingerprint.write(self.folder.fingerprints)
+            write_scores(self.folder.scores_file(self.step - 1), self.scores)
             self.steering.report(StepReport(self.step - 1, {**self._to_report, **metrics}))
         self._to_report = {}
 
@@ -120,12 +124,14 @@ class Trainer:
         reference = [self._reference_logprobs(batch) for batch in batches]
         scored = time.perf_counter()
         rate = learning_rate(self.config.optimizer, self.step, self.config.run.steps)
+        keeping = [KeepsLogProbs(self.loss) for _ in parts]
         updates = [
             self.engine.train_step(
-                batch, self.loss, Denominators.of(part), step=self.step, learning_rate=rate, old_logprobs=of_old, reference_logprobs=of_reference
+                batch, loss, Denominators.of(part), step=self.step, learning_rate=rate, old_logprobs=of_old, reference_logprobs=of_reference
             )
-            for part, batch, of_old, of_reference in zip(parts, batches, old, reference, strict=True)
+            for part, batch, loss, of_old, of_reference in zip(parts, batches, keeping, old, reference, strict=True)
         ]
+        self.scores = self._shown_scores(parts, batches, keeping)
         metrics = _over_updates(updates)
         if self.config.fingerprints:
             metrics["fingerprint_s"] = self._take_fingerprint()
@@ -164,6 +170,15 @@ class Trainer:
 
     def _reference_logprobs(self, batch: list[Microbatch]) -> list[np.ndarray] | None:
         return [scores.log_probs for scores in self.engine.score_reference(batch)] if self.loss.needs_reference else None
+
+    def _shown_scores(self, parts: list[StepPlan], batches: list[list[Microbatch]], kept: list[KeepsLogProbs]) -> dict[str, np.ndarray]:
+        """What the loss saw of the step's shown rollouts, on rank 0. The last stage's ranks of a replica saw the same: one speaks."""
+        own: dict[str, np.ndarray] = {}
+        coords, count = self.groups.coords, self.config.metrics.examples_per_step
+        if self.groups.is_last_stage and coords.tp == coords.cp == 0:
+            for part, batch, loss in zip(parts, batches, kept, strict=True):
+                own |= completion_scores(batch, loss.log_probs, part.entries, shown_entries(part, count))
+        return {uid: scores for of_rank in gather_on_first(own) or () for uid, scores in of_rank.items()}
 
     def _take_fingerprint(self) -> float:
         """Returns the seconds that this rank's checksums took."""

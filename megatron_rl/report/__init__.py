@@ -1,0 +1,5 @@
+"""Runs as one HTML file: plots over steps, rollouts token by token; opens from disk, without a network."""
+
+from megatron_rl.report.page import ReportError, write_report
+
+__all__ = ["ReportError", "write_report"]

@@ -1,0 +1,48 @@
+"""The log-probs that a step's loss was computed from, of a few of its rollouts, for the report."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from megatron_rl.batching import Microbatch
+from megatron_rl.engine.head import Loss
+from megatron_rl.objective import Measured, TokenBatch
+from megatron_rl.records import PlanEntry, StepPlan
+
+
+class KeepsLogProbs:
+    """A loss that keeps what it was given, microbatch by microbatch; the schedule runs the last stage's in their order."""
+
+    def __init__(self, loss: Loss):
+        self._loss = loss
+        self.log_probs: list[Tensor] = []  # f32 [N] of each microbatch; empty on ranks that see no loss
+
+    def __call__(self, log_probs: Tensor, batch: TokenBatch) -> tuple[Tensor, Measured]:
+        self.log_probs.append(log_probs.detach())
+        return self._loss(log_probs, batch)
+
+
+def shown_entries(plan: StepPlan, count: int) -> set[int]:
+    """Numbers of at most `count` entries, from the best advantage to the worst, evenly: the extremes say most."""
+    ordered = sorted(range(len(plan.entries)), key=lambda number: -plan.entries[number].advantage)
+    places = np.linspace(0, len(ordered) - 1, min(count, len(ordered))).round().astype(int)
+    return {ordered[place] for place in places}
+
+
+def completion_scores(
+    microbatches: Sequence[Microbatch], log_probs: Sequence[Tensor], entries: Sequence[PlanEntry], shown: set[int]
+) -> dict[str, np.ndarray]:
+    """Uid to f32 [C] of the shown entries that lie in these microbatches: NaN where a completion token carries no loss.
+
+    log_probs: f32 [N] of each microbatch. C ends with the last token that carries a loss.
+    """
+    found = {}
+    for microbatch, values in zip(microbatches, log_probs, strict=True):
+        host = values.float().cpu().numpy()
+        for number in shown.intersection(np.unique(microbatch.sequence[microbatch.loss_mask]).tolist()):
+            places = np.flatnonzero((microbatch.sequence == number) & microbatch.loss_mask)
+            of_completion = np.full(int(microbatch.completion_index[places].max()) + 1, np.nan, dtype=np.float32)
+            of_completion[microbatch.completion_index[places]] = host[places]
+            found[entries[number].uid] = of_completion
+    return found
