@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,7 +45,7 @@ class Child:
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **command.env},
                     start_new_session=True,
-                    preexec_fn=_die_with_parent(os.getpid()),  # noqa: PLW1509 - two system calls, no allocation, no lock
+                    preexec_fn=dying_with_me(),  # noqa: PLW1509 - a few system calls, no lock
                 )
             except OSError as error:
                 raise ProcessError(f"{command.name}: could not be started ({error}); its command was {' '.join(command.argv)}") from error
@@ -111,11 +111,26 @@ def log_tail(path: Path, num_lines: int = 15) -> str:
 
 def end_forks_with_me() -> None:
     """Whatever this process forks from now on (dist-checkpointing forks its writers) is killed when this process dies."""
-    os.register_at_fork(after_in_child=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
+    forking: list[int] = [0]
+
+    def remember() -> None:
+        forking[0] = os.getpid()
+
+    def follow() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != forking[0]:  # it died before prctl
+            os._exit(1)
+
+    os.register_at_fork(before=remember, after_in_child=follow)
 
 
-def _die_with_parent(parent: int):
+def dying_with_me() -> Callable[[], None]:
+    """For subprocess' preexec_fn: the kernel sends the child SIGTERM when this process dies."""
+    parent = os.getpid()
+
     def between_fork_and_exec() -> None:
+        # A handler of the parent's (asyncio's) would swallow the one signal that the kernel sends, were the parent to die before exec.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # the parent died before prctl
             os._exit(1)

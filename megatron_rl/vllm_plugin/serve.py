@@ -71,12 +71,22 @@ def _fork_the_engine() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
-    # The engine process is forked from the main thread, which lives as long as the server, so here the kernel's signal is right.
-    os.register_at_fork(after_in_child=_die_with_the_server)
+    _end_forks_with_the_server()
 
 
-def _die_with_the_server() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _end_forks_with_the_server() -> None:
+    """The engine process is forked from the main thread, which lives as long as the server, so here the kernel's signal is right."""
+    libc, forking = ctypes.CDLL(None, use_errno=True), [0]
+
+    def remember() -> None:
+        forking[0] = os.getpid()
+
+    def follow() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != forking[0]:  # it died before prctl
+            os._exit(1)
+
+    os.register_at_fork(before=remember, after_in_child=follow)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,25 @@ def test_children_die_when_the_parent_is_killed(tmp_path):
     assert eventually(lambda: not alive(pid))
 
 
+def test_a_child_whose_parent_is_killed_before_it_runs_its_program_dies_too(tmp_path):
+    """The parent has a handler for SIGTERM, as asyncio's loop installs one; until exec the child has it as well."""
+    log = tmp_path / "c.log"  # the child's standard output, also before exec
+    code = (
+        "import os, pathlib, signal, time\nimport megatron_rl.processes.child as c\nreal = c.dying_with_me\n"
+        "def slowly():\n    mend = real()\n    def hook():\n        mend()\n        os.write(1, b'%d\\n' % os.getpid())\n"
+        "        end = time.monotonic() + 1\n        while time.monotonic() < end: pass\n    return hook\n"
+        "c.dying_with_me = slowly\nsignal.signal(signal.SIGTERM, lambda *_: None)\n"
+        f"c.Child(c.Command('c', ['sleep', '60'], pathlib.Path({str(log)!r})))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    assert eventually(lambda: log.exists() and log.read_text().endswith("\n"))
+    pid = int(log.read_text())
+    parent.kill()
+    parent.wait()
+    time.sleep(1.2)  # past the moment of exec
+    assert eventually(lambda: not alive(pid), 1)
+
+
 def test_failure_names_the_child_and_shows_its_log(tmp_path):
     child = python("worker", "print('the reason'); raise SystemExit(3)", tmp_path)
     assert child.wait(10) == 3
