@@ -7,20 +7,33 @@ import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_rl.engine.context import SequenceSlice, gather_positions
+
 
 class PackedAttention(torch.nn.Module):
-    """Takes the place of Megatron's DotProductAttention, which refuses packed sequences. Dropout is 0 and the mask is causal.
+    """Takes the place of Megatron's DotProductAttention, which refuses packed sequences and context parallelism. Dropout is 0 and
+    the mask is causal.
 
     Of the configuration it knows the window of a layer, and the sinks (softmax_type "learnable"): a logit of each head that takes
     part in the softmax and attends to nothing.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        pg_collection: ProcessGroupCollection,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
+        self.context = pg_collection.cp
         self.scale = softmax_scale  # None: 1 / sqrt(head size)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else None
@@ -38,37 +51,46 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """query [N, heads, d], key [N, groups, d], value [N, groups, dv], each sequence attending to itself; returns [N,
-        heads, dv]."""
+        """query [n, heads, d], key [n, groups, d], value [n, groups, dv], each sequence attending to itself; returns [n,
+        heads, dv]. n: this rank's positions of the microbatch's N (all, without context parallelism)."""
         if packed_seq_params is None:
             raise ValueError("this attention works on packed sequences alone: pass packed_seq_params")
         ends = packed_seq_params.cu_seqlens_q.tolist()
-        segments = [slice(start, end) for start, end in pairwise(ends) if end > start]
+        size, rank = self.context.size(), self.context.rank()
+        slices = SequenceSlice.of(ends, size, rank)
+        key, value = (gather_positions(x, slices, self.context, sum_gradients=True) for x in (key, value))
+        own = torch.from_numpy(slices.own).to(query.device)
         attend = self._attend if self.softmax_offset is None else self._attend_with_sinks
-        return torch.cat([attend(query[s], key[s], value[s]) for s in segments])
+        return torch.cat(
+            [
+                attend(query[start // size : end // size], key[start:end], value[start:end], own[start // size : end // size] - start)
+                for start, end in pairwise(ends)
+                if end > start
+            ]
+        )
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
         """The sinks are cut over tensor-parallel ranks like the heads."""
         own = self.state_dict(keep_vars=True)  # the optimizer finds its state by the parameters themselves
         return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, place: Tensor) -> Tensor:
+        """Of one sequence; place: i64 [queries], where in it each of them stands."""
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))  # [1, heads, length, d]
-        mask = None if self.window is None else self._visible(query)
+        mask = None if self.window is None and len(query) == len(key) else self._visible(place, len(key))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1)
 
-    def _attend_with_sinks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend_with_sinks(self, query: Tensor, key: Tensor, value: Tensor, place: Tensor) -> Tensor:
         q = query.transpose(0, 1)  # [heads, length, d]
         k, v = (x.transpose(0, 1).repeat_interleave(q.shape[0] // x.shape[1], dim=0) for x in (key, value))
         scores = q @ k.transpose(1, 2) * (self.scale or query.shape[-1] ** -0.5)
-        scores = scores.masked_fill(~self._visible(query), -torch.inf)
+        scores = scores.masked_fill(~self._visible(place, len(key)), -torch.inf)
         sinks = self.softmax_offset[:, None, None].to(scores.dtype).expand(-1, scores.shape[1], 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype)
         return (weights @ v).transpose(0, 1)
 
-    def _visible(self, query: Tensor) -> Tensor:
-        """bool [length, length]: whether the token of a row sees that of a column."""
-        position = torch.arange(query.shape[0], device=query.device)
-        distance = position[:, None] - position[None, :]
+    def _visible(self, place: Tensor, length: int) -> Tensor:
+        """bool [queries, length]: whether the token of a row sees that of a column."""
+        distance = place[:, None] - torch.arange(length, device=place.device)
         return (distance >= 0) if self.window is None else (distance >= 0) & (distance < self.window)

@@ -8,53 +8,73 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_rl.batching import Microbatch
+from megatron_rl.engine.context import SequenceSlice
 from megatron_rl.engine.replay import Routes
 from megatron_rl.keep_set import KeepSets
 
 
 @dataclass(frozen=True)
 class DeviceMicrobatch:
-    """One microbatch on one rank."""
+    """One microbatch on one rank, which holds n of its N positions: all, without context parallelism."""
 
     source: Microbatch
-    tokens: Tensor  # i64 [1, N]
-    positions: Tensor  # i64 [1, N]
+    slices: SequenceSlice
+    tokens: Tensor  # i64 [1, n]
+    positions: Tensor  # i64 [1, n]
     packing: PackedSeqParams
+    """Of the whole microbatch."""
     routes: Routes | None
-    temperature: Tensor  # f32 [N]
+    temperature: Tensor  # f32 [n]
     keep_sets: KeepSets
-    """On the CPU: the head plans from it without waiting for the device."""
+    """Of the n positions. On the CPU: the head plans from it without waiting for the device."""
     old_logprobs: Tensor | None = None  # f32 [N]
     reference_logprobs: Tensor | None = None  # f32 [N]
 
 
 def to_device(
-    microbatch: Microbatch, device: torch.device, routes: Routes | None = None, *,
+    microbatch: Microbatch, slices: SequenceSlice, device: torch.device, routes: Routes | None = None, *,
     old_logprobs: np.ndarray | None = None, reference_logprobs: np.ndarray | None = None,
 ) -> DeviceMicrobatch:  # fmt: skip
     """old_logprobs, reference_logprobs: f32 [N], as `Engine.score` gave them for this microbatch."""
     return DeviceMicrobatch(
-        source=microbatch, tokens=_tensor(microbatch.tokens, torch.int64, device)[None],
-        positions=_tensor(microbatch.positions, torch.int64, device)[None], packing=_packing(microbatch, device), routes=routes,
-        temperature=_tensor(microbatch.temperature, torch.float32, device), keep_sets=_keep_sets(microbatch),
+        source=microbatch, slices=slices, tokens=_tensor(microbatch.tokens[slices.own], torch.int64, device)[None],
+        positions=_tensor(microbatch.positions[slices.own], torch.int64, device)[None],
+        packing=_packing(microbatch, device, is_cut=len(slices.own) < microbatch.num_positions), routes=routes,
+        temperature=_tensor(microbatch.temperature[slices.own], torch.float32, device),
+        keep_sets=_keep_sets(microbatch, slices.own),
         old_logprobs=_scores("old_logprobs", old_logprobs, microbatch, device),
         reference_logprobs=_scores("reference_logprobs", reference_logprobs, microbatch, device),
     )  # fmt: skip
 
 
-def _packing(microbatch: Microbatch, device: torch.device) -> PackedSeqParams:
+def _packing(microbatch: Microbatch, device: torch.device, *, is_cut: bool) -> PackedSeqParams:
     ends = _tensor(microbatch.segment_ends, torch.int32, device)
     longest = int(np.diff(microbatch.segment_ends).max())
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+    # With context parallelism Transformer Engine asks for these, too. A sequence's padding is a part of it here: it lies behind
+    # the tokens, which do not see it.
+    padded = {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends} if is_cut else {}
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest, **padded
+    )
 
 
-def _keep_sets(microbatch: Microbatch) -> KeepSets:
+def _keep_sets(microbatch: Microbatch, own: np.ndarray) -> KeepSets:
     host = torch.device("cpu")
+    keep_ids, keep_offsets = microbatch.keep_ids, microbatch.keep_offsets
+    if len(own) < microbatch.num_positions:
+        keep_ids, keep_offsets = _rows(keep_ids, keep_offsets, own)
     return KeepSets.from_masks(
-        _tensor(microbatch.targets, torch.int64, host), _tensor(microbatch.loss_mask, torch.bool, host),
-        _tensor(microbatch.full_rows, torch.bool, host), _tensor(microbatch.keep_ids, torch.int32, host),
-        _tensor(microbatch.keep_offsets, torch.int64, host),
+        _tensor(microbatch.targets[own], torch.int64, host), _tensor(microbatch.loss_mask[own], torch.bool, host),
+        _tensor(microbatch.full_rows[own], torch.bool, host), _tensor(keep_ids, torch.int32, host),
+        _tensor(keep_offsets, torch.int64, host),
     )  # fmt: skip
+
+
+def _rows(values: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Some rows of a CSR array, as one."""
+    sizes = np.diff(offsets)[rows]
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    return values[np.repeat(offsets[rows] - ends[:-1], sizes) + np.arange(ends[-1])], ends
 
 
 def _scores(name: str, values: np.ndarray | None, microbatch: Microbatch, device: torch.device) -> Tensor | None:

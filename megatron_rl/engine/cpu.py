@@ -119,6 +119,7 @@ def _on_cpu(factory: Callable) -> Callable:
     def wrapped(*args: Any, **kwargs: Any) -> Tensor:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)  # for copies to a GPU; torch refuses it where there is none
         return factory(*args, **kwargs)
 
     return wrapped

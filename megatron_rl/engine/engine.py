@@ -17,6 +17,7 @@ from megatron_rl.config import Config
 from megatron_rl.engine.batch import DeviceMicrobatch, to_device
 from megatron_rl.engine.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.engine.clock import Clock
+from megatron_rl.engine.context import SequenceSlice
 from megatron_rl.engine.gather import HfTensors
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.head import Head, Loss
@@ -64,7 +65,7 @@ class Engine:
         self._schedule = Schedule(self._models, self._replay, groups)
         self._last_chunk = chunks[-1]
         self._head = Head(
-            self.table.architecture.vocab_size, groups.tp, config.sequence_parallel, config.metrics.entropy_full_tokens
+            self.table.architecture.vocab_size, groups.tp, groups.cp, config.sequence_parallel, config.metrics.entropy_full_tokens
         )
         self._clock = Clock(groups.device)
         self._reference: dict[tuple[int, str], Tensor] | None = None
@@ -205,20 +206,22 @@ class Engine:
     ) -> list[DeviceMicrobatch]:
         nothing = [None] * len(microbatches)
         return [
-            to_device(
-                microbatch, self.groups.device, self._routes(microbatch), old_logprobs=of_old, reference_logprobs=of_reference
-            )
+            self._to_device(microbatch, of_old, of_reference)
             for microbatch, of_old, of_reference in zip(microbatches, old or nothing, reference or nothing, strict=True)
         ]
 
-    def _routes(self, microbatch: Microbatch) -> Routes | None:
+    def _to_device(self, microbatch: Microbatch, old: np.ndarray | None, reference: np.ndarray | None) -> DeviceMicrobatch:
+        slices = SequenceSlice.of(microbatch.segment_ends, self.groups.layout.cp, self.groups.coords.cp)
+        routes = self._routes(microbatch, slices.own)
+        return to_device(microbatch, slices, self.groups.device, routes, old_logprobs=old, reference_logprobs=reference)
+
+    def _routes(self, microbatch: Microbatch, tokens: np.ndarray) -> Routes | None:
         moe = self.table.architecture.moe
         if microbatch.routed_experts is None or moe is None:
             return None
-        tokens, tp = slice(0, microbatch.num_positions), self.groups.coords.tp
         if self.config.sequence_parallel:
-            part = microbatch.num_positions // self.groups.layout.tp
-            tokens = slice(tp * part, (tp + 1) * part)
+            part, tp = len(tokens) // self.groups.layout.tp, self.groups.coords.tp
+            tokens = tokens[tp * part : (tp + 1) * part]
         return make_routes(
             microbatch.routed_experts, microbatch.route_mask, num_layers=len(self.moe_layers), num_experts=moe.num_experts,
             top_k=moe.top_k, tokens=tokens, device=self.groups.device,
@@ -243,7 +246,7 @@ class Engine:
     def _over_ranks(self, metrics: dict[str, Metric], timings: dict[str, Metric]) -> dict[str, Metric]:
         """Of the ranks that hold the same tokens' values one speaks for all."""
         coords = self.groups.coords
-        speaks = self.groups.is_last_stage and coords.tp == 0
+        speaks = self.groups.is_last_stage and coords.tp == 0 and coords.cp == 0
         everywhere: list[dict[str, Metric]] = [{} for _ in range(self.groups.layout.world_size)]
         dist.all_gather_object(everywhere, {**timings, **(metrics if speaks else {})})
         return merge(everywhere)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_rl.engine.batch import DeviceMicrobatch
 from megatron_rl.engine.clock import Clock, EndsBackward, StartsBackward
+from megatron_rl.engine.context import gather_positions
 from megatron_rl.keep_set import entropy_full, keep_set_log_probs
 from megatron_rl.objective import Denominators, Measured, TokenBatch, token_batch
 
@@ -30,20 +31,25 @@ class Head:
     """Without padding."""
     group: dist.ProcessGroup
     """The tensor-parallel group, over which the vocabulary is cut."""
+    context: dist.ProcessGroup
+    """The context-parallel group, over which the positions are cut."""
     sequence_parallel: bool
     entropy_full_tokens: int
     """Loss tokens of each microbatch whose entropy over the whole vocabulary is measured too; each costs a dense row."""
 
     def log_probs(self, hidden: Tensor, weight: Tensor, microbatch: DeviceMicrobatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, f32 [N] each, the same on all ranks of the group; zeros where there is no loss.
+        """Log-probabilities and entropies, f32 [N] each, the same on all ranks of both groups; zeros where there is no loss.
 
-        hidden: [N, 1, H], with sequence parallelism this rank's slice of N. weight: [padded vocabulary / tp, H].
+        hidden: [n, 1, H] of this rank's positions, with sequence parallelism its slice of them. weight: [padded vocabulary / tp,
+        H].
         """
         out = keep_set_log_probs(
             hidden.squeeze(1), weight, microbatch.keep_sets, temperature=microbatch.temperature, vocab_size=self.vocab_size,
             group=self.group if self.group.size() > 1 else None, sequence_parallel=self.sequence_parallel,
         )  # fmt: skip
-        return out.log_probs, out.entropy
+        both = torch.stack([out.log_probs, out.entropy], dim=1)
+        # The loss may look at a whole sequence: every rank computes it from all positions, and has the gradient of its own ones.
+        return gather_positions(both, microbatch.slices, self.context, sum_gradients=False).unbind(dim=1)
 
     def loss(
         self, hidden: Tensor, weight: Tensor, microbatch: DeviceMicrobatch, loss: Loss, denominators: Denominators, clock: Clock
@@ -69,9 +75,15 @@ class Head:
         count = min(self.entropy_full_tokens, len(places))
         if not count:
             return
-        sample = torch.from_numpy(places[np.linspace(0, len(places) - 1, count).astype(np.int64)])
-        values = entropy_full(
-            hidden.detach().squeeze(1), weight, sample, temperature=microbatch.temperature, vocab_size=self.vocab_size,
-            group=self.group if self.group.size() > 1 else None, sequence_parallel=self.sequence_parallel,
-        )  # fmt: skip
+        sample, own = places[np.linspace(0, len(places) - 1, count).astype(np.int64)], microbatch.slices.own
+        mine = np.isin(sample, own)
+        values = hidden.new_zeros(count, dtype=torch.float32)
+        if mine.any():
+            values[torch.from_numpy(mine)] = entropy_full(
+                hidden.detach().squeeze(1), weight, torch.from_numpy(np.searchsorted(own, sample[mine])),
+                temperature=microbatch.temperature, vocab_size=self.vocab_size,
+                group=self.group if self.group.size() > 1 else None, sequence_parallel=self.sequence_parallel,
+            )  # fmt: skip
+        if self.context.size() > 1:
+            dist.all_reduce(values, group=self.context)
         measured.mean("entropy_full", values)

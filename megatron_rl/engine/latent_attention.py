@@ -1,5 +1,7 @@
-"""Multi-head latent attention on the CPU: what Megatron-Core's local modules need to compute its gradients right."""
+"""Multi-head latent attention: what Megatron-Core's modules need to compute it right, on the CPU above all."""
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -39,3 +41,23 @@ def accept_replicated_linear() -> None:
     multi_latent_attention.Linear = ReplicatedLinear
     # 0.16.1 takes Transformer Engine for installed where it is not, and asks isinstance() for what is no class.
     multi_latent_attention.HAVE_TE = False
+
+
+def accept_plain_queries() -> None:
+    """Without a low-rank step there is no norm between a query's projection and its input (Moonlight). 0.19 knows norms of keys
+    and queries together only: it refuses such a layer on the CPU, and with Transformer Engine builds a norm into the projection
+    that the model does not have."""
+    if importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config") is None:  # before 0.19
+        return
+    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+
+    choose = QKNormConfigResolver._mla_fused_linear_or_default
+    if hasattr(choose, "__wrapped__"):  # done already in this process
+        return
+
+    @functools.wraps(choose)
+    def wrapped(self: Any, module_spec: Any, module_name: str) -> Any:
+        plain = module_name == "linear_q_proj" and module_spec is not None
+        return module_spec if plain else choose(self, module_spec, module_name)
+
+    QKNormConfigResolver._mla_fused_linear_or_default = wrapped

@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
@@ -27,9 +28,18 @@ from megatron_rl.engine.architecture_settings import (
 from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.engine.groups import ParallelGroups
-from megatron_rl.engine.latent_attention import DOWN_PROJECTIONS, ReplicatedLinear, accept_replicated_linear
+from megatron_rl.engine.latent_attention import DOWN_PROJECTIONS, ReplicatedLinear, accept_plain_queries, accept_replicated_linear
 from megatron_rl.engine.norm import RMSNorm
-from megatron_rl.layouts import CHECKPOINT, LOCAL, TRANSFORMER_ENGINE, LatentAttention, ModelArchitecture, Placement, Spelling
+from megatron_rl.layouts import (
+    CHECKPOINT,
+    LOCAL,
+    TRANSFORMER_ENGINE,
+    GroupedQueryAttention,
+    LatentAttention,
+    ModelArchitecture,
+    Placement,
+    Spelling,
+)
 from megatron_rl.layouts.sharding import Split
 
 logger = logging.getLogger(__name__)
@@ -82,7 +92,7 @@ class Backend:
 
 def transformer_config(model: ModelArchitecture, config: Config, backend: Backend) -> TransformerConfig:
     """Megatron's configuration. The loss is a sum that is divided by nothing on its way (`calculate_per_token_loss`)."""
-    check_supported(model, config)
+    check_supported(model, config, backend)
     dtype = getattr(torch, config.model.dtype)
     kind = MLATransformerConfig if isinstance(model.attention, LatentAttention) else TransformerConfig
     settings = kind(
@@ -102,15 +112,20 @@ def transformer_config(model: ModelArchitecture, config: Config, backend: Backen
     return settings
 
 
-def check_supported(model: ModelArchitecture, config: Config) -> None:
+def check_supported(model: ModelArchitecture, config: Config, backend: Backend) -> None:
     """UnsupportedModelError for what Megatron would refuse in the middle of a step, or compute wrongly."""
     layout = config.parallel
-    if layout.cp > 1:
-        raise UnsupportedModelError(f"layout.context = {layout.cp}: context parallelism is not built; set it to 1")
     if model.moe and layout.tp > 1 and not config.sequence_parallel:
         raise UnsupportedModelError("layout.sequence_parallel = false: Megatron-Core needs it for experts with layout.tensor > 1")
     if isinstance(model.attention, LatentAttention) and layout.tp > 1 and not config.sequence_parallel:
         raise UnsupportedModelError("layout.sequence_parallel = false: latent attention needs it with layout.tensor > 1")
+    heads = model.attention
+    special = isinstance(heads, GroupedQueryAttention) and (heads.sinks or heads.windowed_layers)
+    if layout.cp > 1 and backend.transformer_engine and special:
+        raise UnsupportedModelError(
+            f"layout.context = {layout.cp}: Transformer Engine's attention over several ranks knows no sinks and no windows for packed "
+            "sequences; set it to 1"
+        )
     if model.moe and model.linear_biases and layout.etp > 1:
         raise UnsupportedModelError(f"layout.expert_tensor = {layout.etp}: Megatron-Core has biases of experts only with 1")
 
@@ -119,6 +134,7 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
     layout = config.parallel
     return {
         "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp, "context_parallel_size": layout.cp,
+        "cp_comm_type": "p2p",  # on a GPU: keys and values go round the ranks in a ring while attention is computed
         "expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.etp,
         "sequence_parallel": config.sequence_parallel,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
@@ -148,6 +164,8 @@ def build_chunks(
     settings = transformer_config(model, config, backend)
     if groups.rank == 0:
         logger.info("%s", backend.describe())
+    if isinstance(model.attention, LatentAttention):
+        accept_plain_queries()
     if not backend.transformer_engine:
         accept_replicated_linear()
     return [
@@ -169,7 +187,7 @@ def _build_chunk(
         settings, use_transformer_engine=backend.transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
     built = PolicyModel(
-        settings, spec if backend.transformer_engine else _with_cpu_modules(spec), vocab_size=vocab_size,
+        settings, spec if backend.transformer_engine else _with_modules(spec, _cpu_modules(model)), vocab_size=vocab_size,
         max_sequence_length=config.model.max_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -201,20 +219,24 @@ def _name_as_in_checkpoints(chunk: PolicyModel, spelling: Spelling) -> None:
         layer.submodules_config = dataclasses.replace(layer.submodules_config, sharded_state_dict_keys_map=keys)
 
 
-def _with_cpu_modules(spec: Any) -> Any:
-    """A layer spec with the norms, the core attention and the down projections that work on a CPU."""
+def _cpu_modules(model: ModelArchitecture) -> dict[str, type]:
+    """What works on a CPU, by the field of the spec: core attention and down projections; no norm of queries that have none."""
+    modules: dict[str, type] = {"core_attention": PackedAttention, **dict.fromkeys(DOWN_PROJECTIONS, ReplicatedLinear)}
+    if isinstance(model.attention, LatentAttention) and model.attention.q_lora_rank is None:
+        modules["q_layernorm"] = IdentityOp
+    return modules
+
+
+def _with_modules(spec: Any, modules: dict[str, type]) -> Any:
+    """A layer spec with these modules in its fields, and the norm that works with sequence parallelism on a CPU."""
     if spec is WrappedTorchNorm:
         return RMSNorm
     if isinstance(spec, list):
-        return [_with_cpu_modules(part) for part in spec]
+        return [_with_modules(part, modules) for part in spec]
     if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
         return spec
     names = [field.name for field in dataclasses.fields(spec)]
-    return dataclasses.replace(spec, **{name: _CPU_MODULES.get(name) or _with_cpu_modules(getattr(spec, name)) for name in names})
-
-
-_CPU_MODULES = {"core_attention": PackedAttention, **dict.fromkeys(DOWN_PROJECTIONS, ReplicatedLinear)}
-"""By the field of the spec."""
+    return dataclasses.replace(spec, **{n: modules.get(n) or _with_modules(getattr(spec, n), modules) for n in names})
 
 
 def tensor_of(chunk: PolicyModel, name: str) -> Tensor:

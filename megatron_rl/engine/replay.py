@@ -43,12 +43,12 @@ def make_routes(
     num_layers: int,
     num_experts: int,
     top_k: int,
-    tokens: slice,
+    tokens: np.ndarray,
     device: torch.device,
 ) -> Routes:
     """Check the rows of one microbatch and take those of this rank's tokens.
 
-    experts: u8 | u16 [N, L, K], the layers in the order of the model; recorded: bool [N]. tokens: this rank's slice of N.
+    experts: u8 | u16 [N, L, K], the layers in the order of the model; recorded: bool [N]. tokens: i64 [T], this rank's of the N positions.
     Raises RouteError at the first broken rule, looking at this rank's tokens alone.
     """
     shape = (len(recorded), num_layers, top_k)
@@ -59,18 +59,18 @@ def make_routes(
     if experts.dtype == np.uint8 and num_experts > 256:
         raise RouteError(f"uint8 routes for {num_experts} experts; rule: more than 256 experts need uint16")
     experts, recorded = experts[tokens], recorded[tokens]
-    _check_rows(experts, recorded, num_experts, tokens.start)
+    _check_rows(experts, recorded, num_experts, tokens)
     ordered = torch.from_numpy(np.ascontiguousarray(experts.transpose(1, 0, 2))).to(torch.int64)
     mask = None if recorded.all() else torch.from_numpy(recorded).to(device)
     return Routes(ordered.to(device), mask)
 
 
-def _check_rows(experts: np.ndarray, recorded: np.ndarray, num_experts: int, first: int) -> None:
+def _check_rows(experts: np.ndarray, recorded: np.ndarray, num_experts: int, positions: np.ndarray) -> None:
     def refuse(bad: np.ndarray, what: str, rule: str) -> None:
         if bad.any():
             token, layer = np.argwhere(bad)[0][:2]
             found = experts[token, layer].tolist()
-            raise RouteError(f"position {first + token}, MoE layer {layer} of this rank: experts {found} {what}; rule: {rule}")
+            raise RouteError(f"position {positions[token]}, MoE layer {layer} of this rank: experts {found} {what}; rule: {rule}")
 
     asked = recorded[:, None, None]
     refuse((experts >= num_experts) & asked, "are out of range", f"experts lie in 0..{num_experts - 1}")

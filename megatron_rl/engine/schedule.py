@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_rl.batching import alignment_of
 from megatron_rl.engine.batch import DeviceMicrobatch
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.replay import RoutingReplay
@@ -99,11 +101,16 @@ class Schedule:
             raise ScheduleError(
                 f"{count} microbatches; this layout runs a positive multiple of {self.microbatch_multiple}; add empty ones"
             )
-        slices = self._groups.layout.tp if self._chunks[0].module.config.sequence_parallel else 1
-        if uneven := [m.source.num_positions for m in microbatches if m.source.num_positions % slices]:
+        wanted = alignment_of(self._groups.layout, self._chunks[0].module.config.sequence_parallel)
+        if uneven := [m.source.num_positions for m in microbatches if m.source.num_positions % wanted.total]:
             raise ScheduleError(
-                f"microbatches of {uneven} positions; with sequence parallelism they are multiples of {slices}: "
+                f"microbatches of {uneven} positions; with this layout they are multiples of {wanted.total}: "
                 "pad with a segment of its own"
+            )
+        lengths = {int(length) for m in microbatches for length in np.diff(m.source.segment_ends)}
+        if uneven := sorted(length for length in lengths if length % wanted.segment):
+            raise ScheduleError(
+                f"sequences of {uneven} positions; with context parallelism they are multiples of {wanted.segment}: pad their ends"
             )
         if len({m.routes is None for m in microbatches}) > 1:
             raise ScheduleError("some microbatches bring routes and some do not; a schedule replays all of them or none")

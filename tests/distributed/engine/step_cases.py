@@ -139,3 +139,24 @@ def round_trip(rank: int, setting: Setting) -> tuple[bool, dict[str, Tensor]]:
         agree = all(torch.equal(second[name], tensor) for name, tensor in first.items())
         agree &= not first or [(name, tuple(t.shape), t.dtype) for name, t in first.items()] == described
         return agree and names == [name for name, *_ in described] and len(source) == len(names), first
+
+
+def sequence_level_step(rank: int, setting: Setting) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Gradients and metrics of an objective that looks at whole sequences, with the dense entropy of some tokens."""
+    with laid_out(setting) as groups:
+        run = Run(groups, setting, objective={"name": "gspo"}, metrics={"entropy_full_tokens": 5})
+        return run.gradients(), run.step()
+
+
+def step_with_an_unpadded_sequence(rank: int, setting: Setting) -> str:
+    with laid_out(setting) as groups:
+        run = Run(groups, setting)
+        first = run.microbatches[0]
+        ends = first.segment_ends.copy()
+        ends[1] += 1
+        run.microbatches[0] = replace(first, segment_ends=ends)
+        try:
+            run.step()
+        except ScheduleError as error:
+            return str(error)
+    return "nothing"

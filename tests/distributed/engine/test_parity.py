@@ -1,7 +1,7 @@
 """The same step is the same on every layout, and is what Hugging Face's own model gives.
 
 One process against Hugging Face in float64; four processes in every layout against the one. Each layout packs and splits the nine
-sequences differently, over one to four data-parallel ranks. Not shown: bf16, GPUs, context parallelism.
+sequences differently, over one to four data-parallel ranks. Not shown: bf16, GPUs.
 """
 
 from functools import cache
@@ -34,6 +34,10 @@ FOUR = {
     "ep2": Setting(layout=Layout(4, ep=2)),
     "ep4": Setting(layout=Layout(4, ep=4)),
     "tp2 ep2": Setting(layout=Layout(4, tp=2, ep=2)),
+    "cp4": Setting(layout=Layout(4, cp=4)),
+    "cp2 ep2": Setting(layout=Layout(4, cp=2, ep=2)),
+    "tp2 cp2 ep4": Setting(layout=Layout(4, tp=2, cp=2, ep=4)),
+    "cp2 pp2 ep2, full recompute": Setting(layout=Layout(4, cp=2, pp=2, ep=2), recompute="full"),
     "tp2 etp2 ep2": Setting(layout=Layout(4, tp=2, etp=2, ep=2)),
     "tp4 etp2 ep2": Setting(layout=Layout(4, tp=4, etp=2, ep=2)),
     "pp2 ep2": Setting(layout=Layout(4, pp=2, ep=2)),

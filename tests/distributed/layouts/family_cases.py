@@ -50,7 +50,7 @@ def config_of(folder: Path, layout: Layout, dtype: str = "float32") -> Config:
             "trainer": {"max_tokens_per_microbatch": MAX_TOKENS},
             "layout": {
                 "world_size": layout.world_size, "tensor": layout.tp, "pipeline": layout.pp, "virtual_pipeline": layout.vpp,
-                "expert": layout.ep, "expert_tensor": layout.etp,
+                "expert": layout.ep, "expert_tensor": layout.etp, "context": layout.cp,
                 "first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers,
             },
             "metrics": {"entropy_full_tokens": 0},

@@ -33,6 +33,8 @@ FOUR = [
     Layout(4, pp=2, vpp=2, ep=2),
     Layout(4, tp=2, pp=2, ep=2, first_stage_layers=1),
     Layout(4, ep=4),
+    Layout(4, cp=4),
+    Layout(4, tp=2, cp=2, ep=2),
 ]
 
 

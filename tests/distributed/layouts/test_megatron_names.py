@@ -34,6 +34,7 @@ LAYOUTS = [
     Layout(world_size=3, pp=3, last_stage_layers=2),
     Layout(world_size=4, ep=4),
     Layout(world_size=4, tp=2, etp=2, ep=2),
+    Layout(world_size=4, cp=2, ep=4),
     Layout(world_size=4, tp=4, etp=2, ep=2),
     Layout(world_size=8, tp=2, pp=2, ep=2, vpp=2),
 ]
