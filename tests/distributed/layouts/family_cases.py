@@ -77,7 +77,7 @@ def run_family(rank: int, folder: Path, layout: Layout, dtype: str = "float32") 
         for microbatch, score in zip(microbatches, scores, strict=True):
             for number in np.unique(microbatch.sequence[microbatch.loss_mask]):
                 log_probs[int(number)] = score.log_probs[microbatch.loss_mask & (microbatch.sequence == number)]
-        routes = _routes(microbatches, seen) if layout.tp == 1 else {}
+        routes = _routes(microbatches, seen) if layout.tp == layout.cp == 1 else {}
         return FamilyResult(log_probs, routes, gradients, _copied(engine.hf_tensors()))
 
 
