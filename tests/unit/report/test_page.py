@@ -1,0 +1,75 @@
+"""What the page holds, read back from it."""
+
+import json
+import re
+
+import pytest
+
+from megatron_rl.config import RunFolder
+from megatron_rl.report import ReportError, write_report
+from megatron_rl.report.rollouts import ratio_quantiles, shown_rollouts
+from tests.unit.report.run_folder import make_run
+
+
+def test_a_rollout_token_by_token(tmp_path):
+    folder = make_run(tmp_path / "run", steps=2)
+    first, *_, last = shown_rollouts(folder, [1])
+    assert [first.uid, last.uid] == ["g1.0", "g1.2"] and first.prompt == "2 * 3=" and first.advantage == -1.0
+    six, tool, seven = first.tokens
+    assert (six.text, six.keep_set, six.set_size, six.version) == ("6", ("6", "7", "8"), 3, 4)
+    assert six.trainer_logprob == pytest.approx(six.rollout_logprob + 0.25, abs=1e-6)
+    assert (tool.text, tool.rollout_logprob, tool.trainer_logprob, tool.set_size) == ("=", None, None, 0)
+    assert (seven.keep_set, seven.version) == (("7",), 5)
+    recorded = (tmp_path / "run/spool/rollouts/g1.safetensors").exists()
+    assert recorded and len(six.routes) == 4 and all(len(layer) == 2 for layer in six.routes)
+
+
+def test_routes_are_those_of_the_position_that_predicted_the_token(tmp_path):
+    folder = make_run(tmp_path / "run", steps=1)
+    from megatron_rl.batching import Spool
+
+    recorded = Spool(folder.path).payload("rollouts/g0.safetensors").rollout(0)
+    (first, _) = shown_rollouts(folder, [0])
+    assert [token.routes for token in first.tokens] == [tuple(map(tuple, recorded.routed_experts[5 + place].tolist())) for place in range(3)]
+
+
+def test_quantiles_of_the_ratio(tmp_path):
+    folder = make_run(tmp_path / "run", steps=1)
+    assert ratio_quantiles(folder, 0) == pytest.approx({name: 2.718281828**0.25 for name in ("ratio_p01", "ratio_p50", "ratio_p99")}, rel=1e-5)
+    assert ratio_quantiles(folder, 7) == {}
+
+
+def test_several_runs_lie_side_by_side(tmp_path):
+    folders = [make_run(tmp_path / name, steps=3, seed=seed) for seed, name in enumerate(("one", "two"))]
+    write_report(folders, tmp_path / "out.html")
+    page = (tmp_path / "out.html").read_text()
+    assert page.count("reward_first10") == 1 and '"one: mean"' in page and '"two: mean"' in page
+    assert "src=" not in page.split("</script>")[-2], "nothing is loaded from elsewhere"
+    rollouts = json.loads(re.search(r"const rollouts = (\{.*?\});\n", page)[1])
+    assert {name: len(shown) for name, shown in rollouts.items()} == {"one": 6, "two": 6}
+
+
+def test_what_a_rollout_says_cannot_leave_its_place(tmp_path):
+    write_report([make_run(tmp_path / "run", steps=1, text="</script><b>")], tmp_path / "out.html")
+    page = (tmp_path / "out.html").read_text()
+    assert "</script><b>" not in page and "\\u003c/script>\\u003cb>" in page
+
+
+def test_a_thousand_steps_fit(tmp_path):
+    assert write_report([make_run(tmp_path / "run", steps=1000)], tmp_path / "out.html") < 10e6
+
+
+def test_damaged_records_cost_their_rollouts_alone(tmp_path):
+    folder = make_run(tmp_path / "run", steps=2)
+    path = folder.scores_file(0)
+    path.write_bytes(path.read_bytes()[:20])
+    assert [shown.step for shown in shown_rollouts(folder, [0, 1])] == [1, 1]
+
+
+def test_a_folder_without_a_run(tmp_path):
+    with pytest.raises(ReportError, match="no run lies here"):
+        write_report([RunFolder(tmp_path)], tmp_path / "out.html")
+    folder = make_run(tmp_path / "run", steps=0)
+    with pytest.raises(ReportError, match="has not finished a training step"):
+        write_report([folder], tmp_path / "out.html")
+    assert not (tmp_path / "out.html").exists()
