@@ -69,7 +69,7 @@ def figure(panel: Panel, runs: Mapping[str, Sequence[Row]]) -> go.Figure | None:
     if not drawn.data:
         return None
     drawn.update_layout(
-        title=panel.title, template="plotly_white", height=340, margin={"l": 60, "r": 20, "t": 50, "b": 40}, showlegend=True,
-        legend={"orientation": "h", "y": -0.15}, xaxis_title="step", yaxis_title=panel.unit, yaxis_type="log" if panel.logarithmic else "linear",
+        title=panel.title, template="plotly_white", height=380, margin={"l": 60, "r": 20, "t": 50, "b": 90}, showlegend=True,
+        legend={"orientation": "h", "y": -0.2}, xaxis_title="step", yaxis_title=panel.unit, yaxis_type="log" if panel.logarithmic else "linear",
     )  # fmt: skip
     return drawn
