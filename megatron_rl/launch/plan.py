@@ -8,10 +8,12 @@ from rich.console import Console
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.planner import Balanced, Machine, ParameterCounts, Workload, balance, candidate_of, machine_named, workload_of
 from megatron_rl.planner.choice import write_choice
+from megatron_rl.planner.machine import to_toml
+from megatron_rl.planner.measure import measure_machine
 from megatron_rl.planner.picture import check_format, draw
 from megatron_rl.planner.requests import hf_config_of, named_candidate
 from megatron_rl.planner.search import enough_ranks, room, verdict
-from megatron_rl.planner.text import print_assumptions, print_details, print_missing, print_plans, print_trainer
+from megatron_rl.planner.text import print_assumptions, print_comparison, print_details, print_missing, print_plans, print_trainer
 from megatron_rl.planner.workload import GIB
 
 
@@ -53,6 +55,22 @@ def plan_and_print(
         write_choice(file, best)
         console.print(f"\nwritten into {file}")
     return True
+
+
+def measure_and_print(config: Config, out: Path | None) -> bool:
+    """Whether all layouts that the fit has not seen were predicted well. out: where the fitted machine goes."""
+    if out is not None and out.exists():
+        raise ConfigError(f"--machines {out}: is there already; with --measure it is written, so give a new name")
+    console = Console(width=None if Console().is_terminal else 200)
+    with console.status("starting") as status:
+        machine, comparisons = measure_machine(config, hf_config_of(config), machine_named("cpu"), status.update)
+    print_comparison(console, comparisons)
+    if out is None:
+        console.print(to_toml(machine), highlight=False, markup=False)
+    else:
+        out.write_text(to_toml(machine))
+        console.print(f"written: {out}; plan with it by --machines {out} --gpu-type {machine.name}")
+    return all(comparison.is_good for comparison in comparisons if not comparison.case.fits)
 
 
 def _explain(console: Console, counts: ParameterCounts, work: Workload, request: Request, text: str, config: Config) -> bool:

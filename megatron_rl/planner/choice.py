@@ -1,5 +1,6 @@
 """A plan written into a run's TOML file: values are replaced line by line, so that comments and everything else stay as they are."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,11 +10,17 @@ from megatron_rl.planner.balance import Plan
 _SECTION = re.compile(r"^\[([A-Za-z_.]+)\]\s*(#.*)?$")
 
 
-def values_of(plan: Plan) -> dict[str, dict[str, object]]:
-    """By section; None removes a key, whose default is what the plan says."""
+_SPREAD_EXPERTS = "--enable-expert-parallel"
+"""vLLM's argument."""
+
+
+def values_of(plan: Plan, config: Config) -> dict[str, dict[str, object]]:
+    """By section; None removes a key, whose default is what the plan says. config: the file's as it is."""
+    others = [argument for argument in config.servers.extra_arguments if argument != _SPREAD_EXPERTS]
+    arguments = [*others, _SPREAD_EXPERTS] if plan.server.expert > 1 else others
     c, layout = plan.trainer.candidate, plan.trainer.candidate.layout
     return {
-        "servers": {"count": plan.servers, "tensor": plan.server.tensor, "max_num_seqs": plan.server.sequences},
+        "servers": {"count": plan.servers, "tensor": plan.server.tensor, "max_num_seqs": plan.server.sequences, "extra_arguments": arguments or None},
         "layout": {
             "world_size": layout.world_size, "tensor": layout.tp, "pipeline": layout.pp,
             "virtual_pipeline": layout.vpp if layout.vpp > 1 else None,
@@ -27,7 +34,7 @@ def values_of(plan: Plan) -> dict[str, dict[str, object]]:
 def write_choice(file: Path, plan: Plan) -> Config:
     """Change the file in place; what is written is read again before the old file is replaced."""
     text = file.read_text()
-    for section, values in values_of(plan).items():
+    for section, values in values_of(plan, load_config(file)).items():
         for key, value in values.items():
             text = with_value(text, section, key, value)
     written = file.with_name(f".{file.name}.plan")
@@ -52,7 +59,7 @@ def with_value(text: str, section: str, key: str, value: object) -> str:
             found = number if re.match(rf"\s*{re.escape(key)}\s*=", line) else found
     if value is None:
         return "\n".join(lines[:found] + lines[found + 1 :] if found is not None else lines) + "\n"
-    entry = f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}"
+    entry = f"{key} = {json.dumps(value)}"  # numbers, words and lists of words are written alike in JSON and TOML
     if found is not None:
         _, mark, comment = lines[found].partition("#")
         lines[found] = f"{entry}  {mark}{comment}" if mark else entry

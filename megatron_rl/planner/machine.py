@@ -59,8 +59,8 @@ class Machine:
     error_low: float = 0.7
     error_high: float = 1.4
     """Published or measured step times lie between these multiples of the predicted one."""
-    cores: int = 0
-    """CPU cores of a machine whose ranks share them; 0: each rank has an accelerator of its own."""
+    cores: float = 0.0
+    """CPU cores of a machine whose ranks share them (two threads of one core are less than two); 0: each rank has an accelerator of its own."""
     source: str = ""
 
     def tflops(self, precision: str) -> float:

@@ -76,7 +76,7 @@ def rank_memory(counts: ParameterCounts, work: Workload, candidate: Candidate, m
     terms |= {
         "activations": factor * kept,
         # The head's backward pass is over before the layers' begins.
-        "workspace": factor * max(0.0, workspace - head),
+        "workspace": max(0.0, factor * workspace - head),
         "output layer": head,
         "replayed routes": _route_bytes(counts, work, candidate, stage),
         "communication": _communication_bytes(counts, work, candidate),
@@ -126,12 +126,14 @@ def output_layer_bytes(counts: ParameterCounts, work: Workload, candidate: Candi
     # The hidden states of all tokens, gathered where they were cut, and their gradient in fp32 before it is reduced.
     hidden = tokens * model.hidden_size * ((p if candidate.sp > 1 else 0) + 4)
     statistics = 6 * 4 * tokens
+    rows = model.vocab_size / layout.tp
+    chunk = min(CHUNK_BYTES, 4 * rows * tokens) + min(CHUNK_BYTES, 4 * rows * model.hidden_size)
     loss_tokens = tokens * work.loss_share
     pairs = loss_tokens * (1 - work.singletons) * work.mean_keep_set / layout.tp
     return {
-        "dense": hidden + tokens * model.vocab_size / layout.tp * (p + 4 + 4),
-        "chunked": hidden + statistics + 4 * CHUNK_BYTES,
-        "keep-set": hidden + statistics + pairs * (4 + 4 + 8 + 4) + 2 * CHUNK_BYTES,
+        "dense": hidden + tokens * rows * (p + 4 + 4),
+        "chunked": hidden + statistics + 2 * chunk,
+        "keep-set": hidden + statistics + pairs * (4 + 4 + 8 + 4) + chunk,
     }
 
 

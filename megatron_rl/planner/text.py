@@ -1,6 +1,6 @@
 """Plans as tables for a terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -8,6 +8,7 @@ from rich.table import Table
 from megatron_rl.planner.balance import Balanced, Plan
 from megatron_rl.planner.counts import ParameterCounts
 from megatron_rl.planner.machine import Machine
+from megatron_rl.planner.measure import Comparison
 from megatron_rl.planner.memory import Memory, host_bytes, output_layer_bytes
 from megatron_rl.planner.search import Scored, room
 from megatron_rl.planner.step_time import StepTime
@@ -168,6 +169,21 @@ def print_missing(console: Console, balanced: Balanced, machine: Machine) -> Non
         console.print(
             "[bold red]no server fits[/bold red]: weights and the cache of one sequence are more than what is left beside the trainer"
         )
+
+
+def print_comparison(console: Console, comparisons: Sequence[Comparison]) -> None:
+    """Predicted against measured, first the layouts that the fit has seen."""
+    table = Table(box=None, padding=(0, 2))
+    for name in ("", "layout", "tokens", "recompute", "predicted s", "measured s", "", "predicted MiB", "measured MiB", ""):
+        table.add_column(name, justify="left" if name == "layout" else "right")
+    for c in comparisons:
+        candidate, mib = c.case.candidate, 1 << 20
+        table.add_row(
+            "fitted" if c.case.fits else "[bold]held out[/bold]", candidate.describe(), str(candidate.microbatch_tokens), candidate.recompute,
+            f"{c.predicted_s:.2f}", f"{c.measured_s:.2f}", f"{c.time_error:+.0%}",
+            f"{c.predicted_bytes / mib:.0f}", f"{c.measured_bytes / mib:.0f}", f"{c.memory_error:+.1%}",
+        )  # fmt: skip
+    console.print(table)
 
 
 def _s(seconds: float) -> str:

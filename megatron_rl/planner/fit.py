@@ -1,0 +1,100 @@
+"""The factors of a machine that make predictions agree with measurements."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_rl.planner.counts import ParameterCounts
+from megatron_rl.planner.machine import Machine
+from megatron_rl.planner.measured_ranks import RankMeasurement
+from megatron_rl.planner.memory import most_loaded
+from megatron_rl.planner.step_time import step_time
+from megatron_rl.planner.workload import GIB, Candidate, Workload
+
+SEQUENCE = 256
+"""Tokens, half of them the response's."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout to run, on at most two ranks."""
+
+    candidate: Candidate
+    num_sequences: int
+    fits: bool
+    """Whether the fit may look at it."""
+
+    def work(self) -> Workload:
+        half = SEQUENCE / 2
+        return Workload(
+            SEQUENCE, half, half, self.num_sequences, 1, parameter_bytes=4, scoring_passes=0, truncated=False, replays_routes=False,
+            rollout_weights="fp32", imbalance=1.0, unevenness=0.0, bucket_bytes=0,
+        )  # fmt: skip
+
+
+Measured = Sequence[tuple[Case, RankMeasurement]]
+_TIME_FACTORS = ("matmul_efficiency", "hbm_gb_s", "layer_overhead_us", "nvlink_gb_s", "step_overhead_s", "cores")
+"""matmul_efficiency stands for all three efficiencies of products: the cases are too few to tell them apart."""
+_ACTIVATION_FACTORS = np.arange(0.5, 6.0, 0.02)
+_ROUNDS = 60
+_FURTHEST = 8.0
+"""A factor's first step; each round without progress takes the square root of the last one's."""
+
+
+def predicted(counts: ParameterCounts, machine: Machine, case: Case) -> tuple[float, float]:
+    """(seconds of a step, bytes of the fullest rank)."""
+    work = case.work()
+    return step_time(counts, work, case.candidate, machine).total, most_loaded(counts, work, case.candidate, machine).total
+
+
+def fitted(counts: ParameterCounts, machine: Machine, measured: Measured) -> Machine:
+    return fitted_time(counts, fitted_memory(counts, machine, measured), measured)
+
+
+def fitted_memory(counts: ParameterCounts, machine: Machine, measured: Measured) -> Machine:
+    """What a process holds before it has a model, and what activations cost beyond what is counted: of a fine row of factors the best,
+    each with the base that suits it. Errors count by their share of what was measured."""
+    sizes = np.array([found.peak_bytes for _, found in measured], dtype=float)
+    tries = []
+    for factor in _ACTIVATION_FACTORS:
+        tried = replace(machine, reserved_gib=0.0, activation_factor=float(factor))
+        rest = sizes - [predicted(counts, tried, case)[1] for case, _ in measured]
+        base = max(0.0, float((rest / sizes**2).sum() / (1 / sizes**2).sum()))
+        tries.append((float((((rest - base) / sizes) ** 2).sum()), replace(tried, reserved_gib=base / GIB)))
+    return min(tries, key=lambda pair: pair[0])[1]
+
+
+def fitted_time(counts: ParameterCounts, machine: Machine, measured: Measured) -> Machine:
+    """One factor after the other is moved up and down, by ever smaller steps, while the squared logarithms of the ratios shrink."""
+
+    def error(candidate: Machine) -> float:
+        ratios = [predicted(counts, candidate, case)[0] / found.step_s for case, found in measured]
+        return sum(math.log(ratio) ** 2 for ratio in ratios)
+
+    step, best = _FURTHEST, error(machine)
+    for _ in range(_ROUNDS):
+        before = best
+        for name in _TIME_FACTORS:
+            for factor in (step, 1 / step):
+                tried = _scaled(machine, name, factor)
+                if tried is not None and (found := error(tried)) < best:
+                    machine, best = tried, found
+                    break
+        if before - best < 1e-6:
+            step = math.sqrt(step)
+        if step < 1.005:
+            break
+    return machine
+
+
+def _scaled(machine: Machine, name: str, factor: float) -> Machine | None:
+    """None where the factor would leave the range that it can have."""
+    if name == "matmul_efficiency":
+        names = ("matmul_efficiency", "expert_efficiency", "attention_efficiency")
+        return replace(machine, **{each: getattr(machine, each) * factor for each in names})
+    value = getattr(machine, name) * factor
+    if name == "cores" and not 1.0 <= value <= 2.0:  # of two ranks: between sharing one core and having one each
+        return None
+    return replace(machine, **{name: value})

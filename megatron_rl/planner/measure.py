@@ -1,0 +1,138 @@
+"""Measure this machine: a shrunken model in several layouts, each in fresh processes; then fit the machine's factors and compare.
+
+Some layouts serve for the fit, the others only for the comparison, which is what a prediction is worth.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from megatron_rl.config import Config
+from megatron_rl.engine.world import World
+from megatron_rl.planner.counts import ParameterCounts
+from megatron_rl.planner.fit import SEQUENCE, Case, fitted, predicted
+from megatron_rl.planner.machine import Machine
+from megatron_rl.planner.measured_ranks import RankMeasurement, measure
+from megatron_rl.planner.workload import Candidate, Recompute
+from megatron_rl.topology import Layout
+
+MEASURED = "measured"
+"""Name of the fitted machine."""
+LARGEST_TIME_ERROR, LARGEST_MEMORY_ERROR = 0.25, 0.10
+"""Of a layout that the fit has not seen; beyond them the measurement was disturbed, or the model of the machine is wrong."""
+
+_SIZES = {
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "moe_intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "experts_per_token": 2, "n_group": 1, "topk_group": 1, "max_position_embeddings": 4096,
+    "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "first_k_dense_replace": 1,
+    "mlp_only_layers": [], "num_nextn_predict_layers": 0,
+}  # fmt: skip
+"""In place of what a config gives under these keys: large enough that a step is products and not Python, small enough for a laptop."""
+
+
+def _case(layout: Layout, sequences: int, sequences_at_once: int, recompute: Recompute = "none", *, fits: bool = False) -> Case:
+    return Case(Candidate(layout, sequences_at_once * SEQUENCE, recompute), sequences, fits)
+
+
+CASES = (
+    _case(Layout(1), 16, 4, fits=True),
+    _case(Layout(1), 16, 16, "full", fits=True),
+    _case(Layout(2), 32, 4, fits=True),
+    _case(Layout(2, tp=2), 16, 8, fits=True),
+    _case(Layout(2, ep=2), 16, 4, fits=True),
+    _case(Layout(2, pp=2), 32, 4, "full", fits=True),
+    _case(Layout(1), 24, 8),
+    _case(Layout(2, ep=2), 32, 8, "full"),
+    _case(Layout(2, pp=2), 24, 4),
+    _case(Layout(2, pp=2, vpp=2), 16, 4),
+    _case(Layout(2, tp=2, ep=2), 16, 8),
+    _case(Layout(2, tp=2, etp=2), 16, 8, "full"),
+)
+DENSE_CASES = tuple(case for case in CASES if case.candidate.layout.ep == case.candidate.layout.etp == 1)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One case, predicted by the fitted machine and measured."""
+
+    case: Case
+    predicted_s: float
+    measured_s: float
+    predicted_bytes: float
+    measured_bytes: float
+
+    @property
+    def time_error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def memory_error(self) -> float:
+        return self.predicted_bytes / self.measured_bytes - 1
+
+    @property
+    def is_good(self) -> bool:
+        return abs(self.time_error) <= LARGEST_TIME_ERROR and abs(self.memory_error) <= LARGEST_MEMORY_ERROR
+
+
+def shrunken(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of the same family with small sizes."""
+    dropped = ("quantization_config", "auto_map")
+    small = {key: value for key, value in hf_config.items() if value is not None and key not in dropped}
+    small |= {key: size for key, size in _SIZES.items() if key in small}
+    if isinstance(small.get("layer_types"), list):
+        small["layer_types"] = small["layer_types"][: _SIZES["num_hidden_layers"]]
+    if "kv_lora_rank" in small:
+        small |= {"num_key_value_heads": small["num_attention_heads"], "head_dim": small["qk_rope_head_dim"]}
+    return small
+
+
+def measure_machine(
+    config: Config, hf_config: Mapping[str, Any], machine: Machine, announce: Callable[[str], None]
+) -> tuple[Machine, list[Comparison]]:
+    """The machine with fitted factors, and how well it predicts; `announce` is told what runs."""
+    small = shrunken(hf_config)
+    counts = ParameterCounts(small)
+    cases = CASES if counts.architecture.moe else DENSE_CASES
+    measured: list[RankMeasurement] = []
+    for number, case in enumerate(cases, 1):
+        announce(f"{number} of {len(cases)}: {case.candidate.describe()}, recompute {case.candidate.recompute}")
+        measured.append(_run(_config_of(config, small, case.candidate), case))
+    of_fit = [(case, found) for case, found in zip(cases, measured, strict=True) if case.fits]
+    machine = fitted(
+        counts, replace(machine, name=MEASURED, source=f"measured: {len(of_fit)} layouts of a shrunken model"), of_fit
+    )
+    return machine, [_compare(counts, machine, case, found) for case, found in zip(cases, measured, strict=True)]
+
+
+def _run(config: Config, case: Case) -> RankMeasurement:
+    """The slowest and the fullest of its ranks. Fresh processes: memory that an earlier case left behind would count as this one's."""
+    with TemporaryDirectory() as folder, World(case.candidate.layout.world_size, Path(folder) / "log") as world:
+        ranks = world.run(measure, config, case.num_sequences, SEQUENCE // 2, SEQUENCE // 2)
+    return RankMeasurement(max(rank.step_s for rank in ranks), max(rank.peak_bytes for rank in ranks))
+
+
+def _config_of(config: Config, hf_config: Mapping[str, Any], candidate: Candidate) -> Config:
+    layout = candidate.layout
+    tree = config.model_dump()
+    changes: dict[str, dict[str, Any]] = {
+        "run": {"device": "cpu"},
+        "model": {"path": None, "architecture": dict(hf_config), "dtype": "float32", "max_sequence_length": SEQUENCE},
+        "rollouts": {"max_new_tokens": SEQUENCE // 2, "keep_set_source": "processed_logprobs", "top_k": 16, "max_keep_set": 16},
+        "layout": {
+            "world_size": layout.world_size, "tensor": layout.tp, "pipeline": layout.pp, "virtual_pipeline": layout.vpp, "context": layout.cp,
+            "expert": layout.ep, "expert_tensor": layout.etp, "first_stage_layers": None, "last_stage_layers": None, "sequence_parallel": None,
+        },
+        "trainer": {"max_tokens_per_microbatch": candidate.microbatch_tokens, "recompute": candidate.recompute, "threads_per_rank": 1},
+        "metrics": {"entropy_full_tokens": 0},
+    }  # fmt: skip
+    for section, values in changes.items():
+        tree[section] |= values
+    return Config.model_validate(tree)
+
+
+def _compare(counts: ParameterCounts, machine: Machine, case: Case, found: RankMeasurement) -> Comparison:
+    seconds, size = predicted(counts, machine, case)
+    return Comparison(case, seconds, found.step_s, size, float(found.peak_bytes))
