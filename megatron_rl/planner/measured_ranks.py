@@ -33,6 +33,8 @@ _M_TRIM_THRESHOLD = -1
 _SMALLEST_TENSOR = 1 << 16
 _LARGEST_TENSOR = 1 << 25
 """Bytes from which a tensor has pages of its own; the second is the largest that glibc takes."""
+_NEVER = 2**31 - 1
+"""Free bytes from which the heap shrinks. Otherwise a step's activations would be taken from the system anew in each step."""
 _RESET_PEAK = "5"
 """Of /proc/PID/clear_refs (proc(5))."""
 
@@ -111,7 +113,7 @@ def _own_pages_for_tensors() -> None:
 def _reused_pages_for_tensors() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_TENSOR)
-    libc.mallopt(_M_TRIM_THRESHOLD, 4 * _LARGEST_TENSOR)
+    libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
 
 
 def _forget_peak() -> None:

@@ -49,7 +49,7 @@ def test_the_layout_of_its_config_divides(tables: dict[str, ParameterTable], nam
     layout = config.parallel
     Placement(table, layout)
     layers = [layer for stage in range(layout.pp) for layer in layout.layers_of_stage(table.architecture.num_layers, stage)]
-    assert layers == list(range(table.architecture.num_layers))
+    assert sorted(layers) == list(range(table.architecture.num_layers))  # interleaved stages hold theirs out of order
     assert config.model.max_sequence_length <= table.architecture.max_position_embeddings
 
 
