@@ -49,7 +49,7 @@ def check_before_start(config: Config) -> None:
 def prepare_model(config_file: Path, model: Path | None) -> dict[str, object]:
     """Check the model, and lay it ready in the folder `model` if given; in a process of its own, since this one stays without torch."""
     argv = [sys.executable, "-m", "megatron_rl.launch.prepare", str(config_file), *([str(model)] if model else [])]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, preexec_fn=dying_with_me())  # noqa: PLW1509
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, preexec_fn=dying_with_me())
     if done.returncode:
         raise ConfigError(done.stderr.strip() or f"{' '.join(argv)} ended with status {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])

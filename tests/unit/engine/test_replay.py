@@ -1,13 +1,14 @@
 """Rows are checked before any router sees them, and a handle gives each pass its own rows."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.engine.replay import LayerRoutes, RouteError, Routes, make_routes
+from megatron_rl.engine.replay import LayerRoutes, RouteError, Routes, RoutingReplay, make_routes
 
 NUM_TOKENS, NUM_LAYERS, NUM_EXPERTS, TOP_K = 6, 2, 5, 3
 
@@ -148,3 +149,34 @@ def test_a_router_with_another_number_of_tokens_is_refused() -> None:
     handle.bind(experts(1)[:-1], None)
     with pytest.raises(RouteError, match="layer 3 has 6 tokens x 3 experts"):
         asked(handle)
+
+
+class StandInRouter(torch.nn.Module):
+    router_replay = None
+
+
+def layer(number: int) -> torch.nn.Module:
+    """As Megatron's MoE layers are made: layer.mlp.router, layer.config."""
+    built = torch.nn.Module()
+    built.mlp = torch.nn.Module()
+    built.mlp.router = StandInRouter()
+    built.layer_number = number
+    built.config = SimpleNamespace(
+        moe_router_fusion=False, moe_router_load_balancing_type="none", recompute_granularity=None, recompute_modules=[]
+    )
+    return built
+
+
+def test_a_layer_for_multi_token_prediction_routes_freely() -> None:
+    """The sampler never runs it, so that no rollout records its routes: the rows belong to the decoder's layers alone."""
+    chunk, ahead = torch.nn.Module(), layer(3)
+    chunk.decoder, chunk.mtp = torch.nn.Module(), torch.nn.Module()
+    chunk.decoder.layers = torch.nn.ModuleList([layer(1), layer(2)])
+    chunk.mtp.layers = torch.nn.ModuleList([torch.nn.Module()])
+    chunk.mtp.layers[0].transformer_layer = ahead
+    replay, routes = RoutingReplay([chunk]), routes_of(rows())
+    with replay.bound(0, routes, backward_follows=True):
+        for number, decoder_layer in enumerate(chunk.decoder.layers):
+            assert torch.equal(asked(decoder_layer.mlp.router.router_replay), routes.experts[number])
+        assert ahead.mlp.router.router_replay is None
+    replay.end_schedule()
