@@ -1,5 +1,9 @@
 """Context parallelism beyond what test_parity shows: objectives over whole sequences, metrics, refusals."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from megatron_rl.topology import Layout
@@ -7,6 +11,25 @@ from tests.distributed.engine.cases import Setting
 from tests.distributed.engine.step_cases import sequence_level_step, step_with_an_unpadded_sequence
 from tests.distributed.engine.test_parity import assert_same_gradients
 from tests.distributed.engine.world import World
+
+
+def refusal_on_a_gpu(rank: int, model: dict[str, Any]) -> str:
+    from megatron_rl.engine.errors import UnsupportedModelError
+    from megatron_rl.engine.model import Backend, check_supported
+    from megatron_rl.layouts import ParameterTable
+
+    backend = Backend(transformer_engine=True, apex_gradient_fusion=False)
+    try:
+        check_supported(ParameterTable(model).architecture, Setting(layout=Layout(2, cp=2)).config(), backend)
+    except UnsupportedModelError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_transformer_engine_cannot_cut_is_refused_on_a_gpu(one: World) -> None:
+    models = json.loads((Path(__file__).parents[2] / "data" / "small_families.json").read_text())
+    assert "layout.context = 2" in one.run(refusal_on_a_gpu, models["gpt_oss_moe"])[0]
+    assert one.run(refusal_on_a_gpu, models["deepseek_v3_moe"]) == ["nothing"]
 
 
 def test_a_sequence_that_lies_on_several_ranks_is_one_sequence(one: World, four: World) -> None:
