@@ -91,6 +91,20 @@ def routing_of(one: Round, pieces: Sequence[Sequence[Piece]], rank: int) -> Rout
     )
 
 
+def bytes_sent(rounds: Sequence[Round], pieces: Sequence[Sequence[Piece]]) -> list[int]:
+    """By rank, in one step: directions to their owners and updates back, fp32; what a rank owes itself stays where it is."""
+    owner_of = {task.parameter.name: owner for one in rounds for task, owner in zip(one.tasks, one.owners, strict=True)}
+    whole = {task.parameter.name for one in rounds for task in one.tasks if isinstance(task.parameter.kind.sharding, Replicated)}
+    sent = [0] * len(pieces)
+    for rank, held in enumerate(pieces):
+        for piece in held:
+            owner = owner_of[piece.name]
+            if owner != rank:
+                sent[owner] += 4 * piece.length
+                sent[rank] += 4 * piece.length if piece.name not in whole or piece.shard_rank == 0 else 0
+    return sent
+
+
 def bring_together(routing: Routing, received: Sequence[Tensor]) -> dict[str, Tensor]:
     """Megatron's full tensor of each owned parameter, by name, from its pieces."""
     shards: dict[str, dict[int, Tensor]] = {parameter.name: {} for parameter in routing.owned}
