@@ -83,6 +83,9 @@ class Muon(Section):
     newton_schulz_steps: Positive = 5
     newton_schulz_dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16 is faster on a GPU, and its updates are far off where a gradient has few directions."""
+    qk_clip: Annotated[float, Field(gt=0.0)] | None = None
+    """After each step, scale down the queries and keys of heads whose largest attention logit was above this (100 in Kimi K2). For models
+    that do not normalise q and k. None: off."""
     round_mib: Positive = 512
     """Of fp32 gradients that are exchanged at a time, by whole layers; the next exchange runs beside the work on the last."""
 

@@ -55,6 +55,10 @@ class Config(Section):
         return self.layout.tensor > 1 if asked is None else asked
 
     @property
+    def qk_clip(self) -> float | None:
+        return self.optimizer.muon.qk_clip if self.optimizer.name == "muon" else None
+
+    @property
     def fingerprints(self) -> bool:
         asked = self.run.fingerprints
         return self.run.deterministic if asked is None else asked

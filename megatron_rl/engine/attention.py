@@ -37,6 +37,9 @@ class PackedAttention(torch.nn.Module):
         self.scale = softmax_scale  # None: 1 / sqrt(head size)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else None
+        self.measures_logits = config.qk_clip
+        self.current_max_attn_logits: Tensor | None = None
+        """f32 [heads], over all passes since it was set to None; by this name in Transformer Engine's attention, too."""
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -60,14 +63,16 @@ class PackedAttention(torch.nn.Module):
         slices = SequenceSlice.of(ends, size, rank)
         key, value = (gather_positions(x, slices, self.context, sum_gradients=True) for x in (key, value))
         own = torch.from_numpy(slices.own).to(query.device)
+        sequences = [
+            (query[start // size : end // size], key[start:end], value[start:end], own[start // size : end // size] - start)
+            for start, end in pairwise(ends)
+            if end > start
+        ]
+        if self.measures_logits:
+            for q, k, _, place in sequences:
+                self._measure(q.detach(), k.detach(), place)
         attend = self._attend if self.softmax_offset is None else self._attend_with_sinks
-        return torch.cat(
-            [
-                attend(query[start // size : end // size], key[start:end], value[start:end], own[start // size : end // size] - start)
-                for start, end in pairwise(ends)
-                if end > start
-            ]
-        )
+        return torch.cat([attend(*sequence) for sequence in sequences])
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
         """The sinks are cut over tensor-parallel ranks like the heads."""
@@ -82,13 +87,22 @@ class PackedAttention(torch.nn.Module):
         return out.squeeze(0).transpose(0, 1)
 
     def _attend_with_sinks(self, query: Tensor, key: Tensor, value: Tensor, place: Tensor) -> Tensor:
-        q = query.transpose(0, 1)  # [heads, length, d]
-        k, v = (x.transpose(0, 1).repeat_interleave(q.shape[0] // x.shape[1], dim=0) for x in (key, value))
-        scores = q @ k.transpose(1, 2) * (self.scale or query.shape[-1] ** -0.5)
-        scores = scores.masked_fill(~self._visible(place, len(key)), -torch.inf)
+        scores = self._logits(query, key, place)
+        v = value.transpose(0, 1).repeat_interleave(query.shape[1] // value.shape[1], dim=0)
         sinks = self.softmax_offset[:, None, None].to(scores.dtype).expand(-1, scores.shape[1], 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype)
         return (weights @ v).transpose(0, 1)
+
+    def _logits(self, query: Tensor, key: Tensor, place: Tensor) -> Tensor:
+        """[heads, queries, length]; -inf where a token does not see another."""
+        q, k = query.transpose(0, 1), key.transpose(0, 1).repeat_interleave(query.shape[1] // key.shape[1], dim=0)
+        scores = q @ k.transpose(1, 2) * (self.scale or query.shape[-1] ** -0.5)
+        return scores.masked_fill(~self._visible(place, len(key)), -torch.inf)
+
+    def _measure(self, query: Tensor, key: Tensor, place: Tensor) -> None:
+        found = self._logits(query.float(), key.float(), place).amax(dim=(1, 2))
+        before = self.current_max_attn_logits
+        self.current_max_attn_logits = found if before is None else torch.maximum(before, found)
 
     def _visible(self, place: Tensor, length: int) -> Tensor:
         """bool [queries, length]: whether the token of a row sees that of a column."""

@@ -24,6 +24,7 @@ from megatron_rl.engine.head import Head, Loss
 from megatron_rl.engine.model import Backend, build_chunks, mark_parameters, tensor_of, wrap_for_training
 from megatron_rl.engine.muon import Muon
 from megatron_rl.engine.optimizer import build_optimizer, check_gradients, muon_rates, set_rates
+from megatron_rl.engine.qk_clip import QkClip
 from megatron_rl.engine.replay import Routes, RoutingReplay, make_routes
 from megatron_rl.engine.schedule import Schedule
 from megatron_rl.engine.state import state_tensors
@@ -103,6 +104,8 @@ class Engine:
         began = time.perf_counter()
         with self._clock:
             prepared = self._prepare(microbatches, old_logprobs, reference_logprobs)
+        if self._qk_clip:
+            self._qk_clip.forget()
         measured = self._forward_backward(prepared, loss, denominators)
         check_gradients(self._models, self._names_of_parameters(), step)
         reduced = time.perf_counter()
@@ -116,6 +119,8 @@ class Engine:
             "forward_backward_s": Metric("max", reduced - began - before_update_s), "optimizer_s": Metric("max", done - reduced),
             "own_s": Metric("max", before_update_s + self._clock.read()),
         }  # fmt: skip
+        if self._qk_clip:
+            timings["max_attention_logit"] = Metric("max", self._qk_clip.largest_logit)
         rates = {"grad_norm": Metric("last", float(grad_norm)), "learning_rate": Metric("last", learning_rate)}
         return {**self._over_ranks(metrics, timings), **rates}
 
@@ -150,9 +155,13 @@ class Engine:
         """Forget moments and step count, as between a supervised start and the first RL step."""
         self._optimizer = build_optimizer(self.config, self._models)
         self._muon: Muon | None = None
+        self._qk_clip: QkClip | None = None
         if self.config.optimizer.name == "muon":
-            held = ((held, self._parameter(held)) for held in self._held if not held.is_tied_copy)
+            held = [(held, self._parameter(held)) for held in self._held if not held.is_tied_copy]
             self._muon = Muon(self.config, self._optimizer, self.placement, self.groups, held)
+            if (threshold := self.config.qk_clip) is not None:
+                chunks = [model.module for model in self._models]
+                self._qk_clip = QkClip(threshold, self._optimizer, self.table.architecture, self.groups, chunks, held)
 
     def save(self, folder: Path, step: int) -> None:
         """Model and optimizer into a new folder, which appears when it is whole; `step` is given back by `load`."""

@@ -102,6 +102,7 @@ def transformer_config(model: ModelArchitecture, config: Config, backend: Backen
         attention_dropout=0.0, hidden_dropout=0.0, params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype is torch.bfloat16,
         # Weights come from a checkpoint or are drawn by name: Megatron's own initialisation would depend on the layout.
         perform_initialization=False, use_cpu_initialization=not backend.transformer_engine,
+        qk_clip=config.qk_clip is not None,  # core attention measures; what follows from it is ours
         calculate_per_token_loss=True, deterministic_mode=config.run.deterministic,
         bias_activation_fusion=backend.transformer_engine, gradient_accumulation_fusion=backend.apex_gradient_fusion,
         **_parallel_settings(config), **expert_settings(model, grouped_products=backend.transformer_engine),
@@ -117,6 +118,11 @@ def check_supported(model: ModelArchitecture, config: Config, backend: Backend) 
     layout = config.parallel
     if model.moe and layout.tp > 1 and not config.sequence_parallel:
         raise UnsupportedModelError("layout.sequence_parallel = false: Megatron-Core needs it for experts with layout.tensor > 1")
+    if config.qk_clip is not None and isinstance(model.attention, GroupedQueryAttention) and model.attention.qk_norm:
+        raise UnsupportedModelError(
+            f"optimizer.muon.qk_clip = {config.qk_clip}: this {model.model_type} normalises q and k behind their projections, so that "
+            "scaling these changes no logit, and the norms' weights bound the logits; leave qk_clip out"
+        )
     if isinstance(model.attention, LatentAttention) and layout.tp > 1 and not config.sequence_parallel:
         raise UnsupportedModelError("layout.sequence_parallel = false: latent attention needs it with layout.tensor > 1")
     heads = model.attention

@@ -1,0 +1,37 @@
+"""QK-clip (MuonClip, Kimi K2): where a head's attention logits have grown above a threshold, its queries and keys are scaled down.
+
+A head's largest logit S over the step gives g = min(1, threshold / S). What one head owns on both sides of the product is scaled by
+sqrt(g) on each; what its queries multiply with a key that heads share, by g on the queries' side alone.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_rl.layouts import GroupedQueryAttention, LatentAttention
+
+
+def clip_factors(max_logits: Tensor, threshold: float) -> Tensor:
+    """g of each head; 1 where a head has no logit above the threshold, or none at all (-inf)."""
+    return (threshold / max_logits.clamp(min=threshold)).clamp(max=1.0)
+
+
+def query_key_value_rows(attention: GroupedQueryAttention, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Factor of each row of q, k and v, from those of the heads [num_heads]. The heads of a group share its key, and so the smallest of
+    their factors: each of them comes below the threshold."""
+    groups = attention.num_query_groups
+    root = factors.view(groups, -1).amin(dim=1).sqrt()
+    k = root.repeat_interleave(attention.head_dim)
+    q = root.repeat_interleave(attention.num_heads // groups * attention.head_dim)
+    return q, k, torch.ones_like(k)
+
+
+def latent_query_rows(attention: LatentAttention, factors: Tensor) -> Tensor:
+    """Factor of each row of q's (up) projection: the rotary part multiplies the one key that all heads share."""
+    sizes = torch.tensor([attention.qk_nope_head_dim, attention.qk_rope_head_dim], device=factors.device)
+    return torch.stack([factors.sqrt(), factors], dim=1).repeat_interleave(sizes, dim=1).flatten()
+
+
+def latent_key_value_rows(attention: LatentAttention, factors: Tensor) -> Tensor:
+    """Factor of each row of the up projection of k and v."""
+    sizes = torch.tensor([attention.qk_nope_head_dim, attention.v_head_dim], device=factors.device)
+    return torch.stack([factors.sqrt(), torch.ones_like(factors)], dim=1).repeat_interleave(sizes, dim=1).flatten()
