@@ -100,11 +100,11 @@ def measure(rank: int, layout: Layout, arm: str, repeats: int, architecture: dic
     return found[1:]
 
 
-def measured(repeats: int, architecture: dict) -> dict[str, dict[str, float]]:
+def measured(turns: int, repeats: int, architecture: dict) -> dict[str, dict[str, float]]:
     """Median seconds by layout and arm; arms take turns, so that a slow minute of the machine meets all of them."""
     found: dict[str, dict[str, list[float]]] = {name: {arm: [] for arm in ARMS} for name in LAYOUTS}
     with World(2) as world:
-        for _ in range(3):
+        for _ in range(turns):
             for name, layout in LAYOUTS.items():
                 for arm in ARMS:
                     found[name][arm] += world.run(measure, layout, arm, repeats, architecture)[0]
@@ -169,8 +169,10 @@ def main() -> None:
     asked = parser.parse_args()
     published = json.loads((ROOT / "tests" / "data" / "published_configs.json").read_text())
     architecture = DEMO | ({"num_hidden_layers": 2} if asked.quick else {})
-    seconds = measured(1 if asked.quick else asked.repeats, architecture)
-    plans = {name: planned(name, published[name]["config"], (32,) if asked.quick else (32, 64, 128, 256, 512, 1024)) for name in UNEVEN}
+    seconds = measured(*((1, 1) if asked.quick else (3, asked.repeats)), architecture)
+    plans = {
+        name: planned(name, published[name]["config"], (32,) if asked.quick else (32, 64, 128, 256, 512, 1024)) for name in UNEVEN
+    }
     result = {
         "busiest_over_mean_dp4": max(busiest_over_mean(config, 4) for config in (DEMO, *(published[n]["config"] for n in UNEVEN))),
         "step_over_adamw": max(arms["muon"] / arms["adamw"] for arms in seconds.values()),
@@ -189,7 +191,9 @@ def show(result: dict) -> None:
     for key in ("busiest_over_mean_dp4", "step_over_adamw", "step_over_naive_muon"):
         print(f"{key} = {result[key]:.3f}")
     for name, rows in result["plans"].items():
-        print(f"\n{name}, a middle stage, one step\n{'ranks':>6}{'TFLOP, busiest':>16}{'/ mean':>8}{'naive':>10}{'GiB sent':>10}{'GiB momentum':>14}")
+        print(
+            f"\n{name}, a middle stage, one step\n{'ranks':>6}{'TFLOP, busiest':>16}{'/ mean':>8}{'naive':>10}{'GiB sent':>10}{'GiB momentum':>14}"
+        )
         for row in rows:
             print(
                 f"{row['ranks']:6}{row['tflop_busiest']:16.2f}{row['busiest_over_mean']:8.3f}{row['tflop_naive']:10.1f}"

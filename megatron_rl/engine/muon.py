@@ -44,6 +44,8 @@ class Muon:
                     pieces.append(Piece(held.parameter.name, held.shard_rank, held.num_shards, start, stop))
                     self._slices.append((part, updated))
                     part.optimizer.state[updated].pop("exp_avg_sq")
+                    if not updated.is_leaf:  # a view of an fp32 parameter: PyTorch warns of whoever looks for a gradient there
+                        updated.retain_grad()
         tasks = stage_tasks(placement, groups.coords.pp, settings.newton_schulz_steps)
         rounds = plan_rounds(tasks, placement.layout.ranks_per_stage, section.round_mib * 2**20 // 4)
         stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)

@@ -47,7 +47,9 @@ class QkClip:
     ) -> None:  # fmt: skip
         self.largest_logit = 0.0
         self._threshold, self._attention, self._groups = threshold, model.attention, groups
-        self._modules = {layer.layer_number - 1: layer.self_attention.core_attention for c in chunks for layer in c.decoder.layers}
+        self._modules = {
+            layer.layer_number - 1: layer.self_attention.core_attention for c in chunks for layer in c.decoder.layers
+        }
         self._slices: dict[int, list[_Slice]] = defaultdict(list)
         # Megatron has one part for all dense parameters of a rank, and attention is dense.
         part = getattr(optimizer, "chained_optimizers", [optimizer])[0]

@@ -13,8 +13,8 @@ from megatron_rl.engine import build_engine
 from megatron_rl.engine.groups import ParallelGroups, parallel_layout
 from megatron_rl.topology import Layout
 from tests.distributed.engine.subject import (
+    CONFIGS,
     MAX_TOKENS,
-    MODELS,
     config_of,
     denominators_of,
     loss_of,
@@ -84,7 +84,7 @@ class Run:
     def __init__(self, groups: ParallelGroups, setting: Setting, **sections: dict[str, Any]) -> None:
         self.groups = groups
         self.config = setting.config(**sections)
-        self.engine = build_engine(self.config, groups, MODELS[setting.model], weights_of(setting.model))
+        self.engine = build_engine(self.config, groups, CONFIGS[setting.model], weights_of(setting.model))
         _ENGINES.append(self.engine)
         self.members = rollouts_of(setting.model)
         self.loss, self.denominators = loss_of(self.config), denominators_of(self.members)

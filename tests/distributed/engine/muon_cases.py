@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl.engine.checkpoint import CheckpointError
+from megatron_rl.engine.errors import UnsupportedModelError
 from tests.distributed.engine.cases import Run, Setting, laid_out
 
 Weights = dict[str, Tensor]
@@ -69,5 +70,31 @@ def other_optimizer(rank: int, setting: Setting, folder: Path, saved_by: str, lo
         try:
             Run(groups, setting, optimizer={"name": loaded_by}).engine.load(folder)
         except CheckpointError as error:
+            return str(error)
+        return "nothing"
+
+
+@dataclass(frozen=True)
+class Clipped:
+    largest_logits: list[float]
+    """Of two steps on the same tokens, at a rate that moves nothing: what the second one measures, the first one's clip has made."""
+    weights: Weights
+
+
+def clipped(rank: int, setting: Setting, threshold: float) -> Clipped:
+    with laid_out(setting) as groups:
+        run = Run(groups, setting, optimizer={"name": "muon", "muon": {"qk_clip": threshold}})
+        logits = []
+        for number in range(2):
+            metrics = run.engine.train_step(run.microbatches, run.loss, run.denominators, step=number, learning_rate=1e-30)
+            logits.append(metrics["max_attention_logit"].value)
+        return Clipped(logits, run.weights())
+
+
+def refused_clip(rank: int, setting: Setting) -> str:
+    with laid_out(setting) as groups:
+        try:
+            Run(groups, setting, optimizer={"name": "muon", "muon": {"qk_clip": 10.0}})
+        except UnsupportedModelError as error:
             return str(error)
         return "nothing"

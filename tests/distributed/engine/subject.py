@@ -20,11 +20,16 @@ from megatron_rl.objective import Denominators, PolicyLoss
 from megatron_rl.records import ModelContract, Rollout, Sampling
 from megatron_rl.topology import Layout
 
-# A standard deviation at which routers and attention are far from uniform, so that a mistake in either shows.
-MODELS: dict[str, dict[str, Any]] = {
-    name: {**config, "initializer_range": 0.25}
-    for name, config in json.loads((Path(__file__).parents[2] / "data" / "small_models.json").read_text()).items()
-}
+
+def _models(file: str) -> dict[str, dict[str, Any]]:
+    configs = json.loads((Path(__file__).parents[2] / "data" / file).read_text())
+    # A standard deviation at which routers and attention are far from uniform, so that a mistake in either shows.
+    return {name: {**config, "initializer_range": 0.25} for name, config in configs.items()}
+
+
+MODELS = _models("small_models.json")
+"""Those that every test of all models runs on."""
+CONFIGS = MODELS | _models("small_families.json")
 MAX_TOKENS = 40
 
 
@@ -35,7 +40,7 @@ def config_of(
     """sections: of the configuration, by name, on top of these."""
     tree: dict[str, Any] = {
         "run": {"name": "test", "steps": 10}, "task": {"name": "chain_sum"}, "rollouts": {"max_new_tokens": 16},
-        "model": {"architecture": MODELS[model], "dtype": dtype, "max_sequence_length": MAX_TOKENS},
+        "model": {"architecture": CONFIGS[model], "dtype": dtype, "max_sequence_length": MAX_TOKENS},
         "trainer": {"max_tokens_per_microbatch": MAX_TOKENS, "recompute": recompute},
         "layout": {
             "world_size": parallel.world_size, "tensor": parallel.tp, "pipeline": parallel.pp, "virtual_pipeline": parallel.vpp,
@@ -51,7 +56,7 @@ def config_of(
 
 def weights_of(model: str, seed: int = 0) -> dict[str, Tensor]:
     """As a fresh model has them, but with norms that differ from one."""
-    weights = dict(random_hf_tensors(ParameterTable(MODELS[model]), seed))
+    weights = dict(random_hf_tensors(ParameterTable(CONFIGS[model]), seed))
     generator = torch.Generator().manual_seed(seed)
     return {
         name: w * (0.7 + 0.6 * torch.rand(w.shape, generator=generator)) if w.dim() == 1 else w for name, w in weights.items()
@@ -59,7 +64,7 @@ def weights_of(model: str, seed: int = 0) -> dict[str, Tensor]:
 
 
 def contract_of(model: str) -> ModelContract:
-    architecture: ModelArchitecture = ParameterTable(MODELS[model]).architecture
+    architecture: ModelArchitecture = ParameterTable(CONFIGS[model]).architecture
     moe = architecture.moe
     return ModelContract(
         architecture.vocab_size, len(architecture.moe_layers), moe.num_experts if moe else 0, moe.top_k if moe else 0

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from megatron_rl.optim import loads_of, plan_rounds, stage_tasks
+from megatron_rl.optim import Piece, bytes_sent, loads_of, plan_rounds, stage_tasks
 from megatron_rl.topology import Layout
 from tests.unit.optim.subject import DEMO, PUBLISHED, SMALL, placed
 
@@ -52,3 +52,23 @@ def test_the_rest_is_not_muons() -> None:
 def test_at_four_replicas_the_busiest_rank_is_close_to_the_mean(config: dict) -> None:
     loads = loads_of(plan_rounds(stage_tasks(placed(config, Layout(4)), 0, 5), 4, 128 * 2**20), 4)
     assert max(loads) <= 1.15 * sum(loads) / 4
+
+
+def test_bytes_are_those_that_leave_a_rank() -> None:
+    """Two replicas, each with half of every parameter: of each parameter one half of the direction goes to the owner, and one half of
+    the update comes back."""
+    tasks = stage_tasks(placed(SMALL["qwen3"], Layout(2)), 0, 5)
+    rounds = plan_rounds(tasks, 2, 1)
+    halves = [
+        [Piece(t.parameter.name, 0, 1, rank * t.elements // 2, (rank + 1) * t.elements // 2) for t in tasks] for rank in range(2)
+    ]
+    assert sum(bytes_sent(rounds, halves)) == 2 * 4 * sum(task.elements // 2 for task in tasks)
+
+
+def test_a_copy_of_a_whole_matrix_sends_nothing_and_gets_the_update() -> None:
+    tasks = stage_tasks(placed(SMALL["deepseek_v3_moe"], Layout(2, tp=2)), 0, 5)
+    down = [task for task in tasks if task.parameter.name == "decoder.layers.0.self_attention.linear_kv_down_proj.weight"]
+    (one,) = plan_rounds(down, 2, 1)
+    assert one.owners == (0,)
+    copies = [[Piece(down[0].parameter.name, rank, 2, 0, down[0].elements)] for rank in range(2)]
+    assert bytes_sent([one], copies) == [4 * down[0].elements, 0]

@@ -1,0 +1,39 @@
+"""QK-clip brings the largest attention logit down to the threshold and changes nothing else, for both kinds of attention.
+
+Not shown: Transformer Engine's measurement.
+"""
+
+import pytest
+import torch
+
+from megatron_rl.topology import Layout
+from tests.distributed.engine.cases import Setting
+from tests.distributed.engine.muon_cases import clipped, refused_clip
+from tests.distributed.engine.subject import weights_of
+from tests.distributed.engine.world import World
+
+QUERIES_AND_KEYS = {"llama": ("q_proj", "k_proj"), "deepseek_v3_moe": ("q_b_proj", "kv_b_proj")}
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [("llama", [Layout(4, tp=2, pp=2), Layout(4, tp=4)]), ("deepseek_v3_moe", [Layout(4, tp=2, pp=2, ep=2)])],
+)
+def test_the_largest_logit_comes_down_to_the_threshold(one: World, four: World, model: str, layouts: list[Layout]) -> None:
+    largest = one.run(clipped, Setting(model), 1e9)[0].largest_logits
+    assert largest[0] == largest[1] > 0.1
+    threshold = 0.4 * largest[0]
+    single = one.run(clipped, Setting(model), threshold)[0]
+    assert single.largest_logits == pytest.approx([largest[0], threshold], rel=1e-4)
+    before = weights_of(model)
+    changed = {name for name, weight in single.weights.items() if not torch.equal(weight, before[name])}
+    assert changed and all(any(part in name for part in QUERIES_AND_KEYS[model]) for name in changed)
+    for layout in layouts:
+        found = four.run(clipped, Setting(model, layout), threshold)[0]
+        # factors of logits that are measured within 1e-5
+        assert all(torch.allclose(found.weights[name], weight, rtol=1e-4, atol=1e-7) for name, weight in single.weights.items())
+
+
+def test_normalised_queries_are_told_that_nothing_would_change(one: World) -> None:
+    (message,) = one.run(refused_clip, Setting("qwen3"))
+    assert "normalises q and k" in message and "leave qk_clip out" in message
