@@ -11,6 +11,7 @@ from megatron_rl.config.sections import (
     LayoutSection,
     Metrics,
     Model,
+    Muon,
     Objective,
     Optimizer,
     Rollouts,
@@ -195,7 +196,13 @@ def _learning_rates(c: Config) -> str | None:
     return None
 
 
+def _muon_is_asked_for(c: Config) -> str | None:
+    if c.optimizer.name != "muon" and c.optimizer.muon != Muon():
+        return f"optimizer.muon is given, but optimizer.name = '{c.optimizer.name}'; set it to 'muon', or leave the section out"
+    return None
+
+
 _RULES = (
     _one_model, _one_task, _layout_divides, _completion_fits, _sequence_fits_microbatch, _keep_sets_are_bounded, _correction_counts_once,
-    _correction_range, _split_divides, _learning_rates, _turns_need_environment,
+    _correction_range, _split_divides, _learning_rates, _muon_is_asked_for, _turns_need_environment,
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Muon's step is the float64 reference's on the Hugging Face matrices, at every layout; runs repeat and resume.
 
-Not shown: bf16 iterations, GPUs, context parallelism.
+Not shown: bf16 iterations, GPUs.
 """
 
 from functools import cache
@@ -40,6 +40,7 @@ FOUR = {
     "ep2": Setting(layout=Layout(4, ep=2)),
     "tp4 etp2 ep2": Setting(layout=Layout(4, tp=4, etp=2, ep=2)),
     "tp2 pp2 vpp2 ep2": Setting(layout=Layout(4, tp=2, pp=2, vpp=2, ep=2)),
+    "cp2 tp2": Setting(layout=Layout(4, tp=2, cp=2)),
     "dense and tied, tp2 pp2": Setting("qwen3", Layout(4, tp=2, pp=2)),
 }
 

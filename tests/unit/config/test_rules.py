@@ -28,6 +28,7 @@ REFUSED = [
     ({"objective": {"correction_low": 2.0}}, "has to be below correction_high"),
     ({"trainer": {"updates_per_step": 3}}, "not a multiple"),
     ({"optimizer": {"min_learning_rate": 1.0}}, "min_learning_rate"),
+    ({"optimizer": {"muon": {"qk_clip": 100.0}}}, "optimizer.name = 'adamw'"),
 ]
 
 
