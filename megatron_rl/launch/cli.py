@@ -131,7 +131,7 @@ def plan(
     Of the model only config.json is read. Further words override the file, as in `train`. Exit status 1 when nothing fits, and with
     `--measure` when a layout that the fit has not seen is predicted worse than by 25 % (time) or 10 % (memory).
     """
-    from megatron_rl.launch.plan import measure_and_print, plan_and_print, request_of, work_of
+    from megatron_rl.launch.plan import Assumed, measure_and_print, plan_and_print, request_of, work_of
 
     with _user_errors():
         loaded = load_config(config, context.args)
@@ -139,7 +139,8 @@ def plan(
             good = measure_and_print(loaded, machines)
         else:
             request = request_of(gpus, gpu_type, nodes_of, machines, trainer_gpus, top)
-            work = work_of(loaded, context_tokens, mean_prompt, mean_response, optimizer, rollout_weights, imbalance)
+            assumed = Assumed(context_tokens, mean_prompt, mean_response, optimizer, rollout_weights, imbalance)
+            work = work_of(loaded, assumed)
             good = plan_and_print(config, loaded, work, request, explain=explain, write=write, picture=picture)
     if not good:
         raise typer.Exit(1)

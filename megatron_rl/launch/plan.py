@@ -1,6 +1,6 @@
 """`megatron-rl plan`: from a configuration and a number of accelerators to layouts, on the terminal and into the file."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +12,9 @@ from megatron_rl.planner.machine import to_toml
 from megatron_rl.planner.measure import measure_machine
 from megatron_rl.planner.picture import check_format, draw
 from megatron_rl.planner.requests import hf_config_of, named_candidate
+from megatron_rl.planner.rollouts import WEIGHT_BYTES
 from megatron_rl.planner.search import enough_ranks, room, verdict
+from megatron_rl.planner.step_time import OPTIMIZER_BYTES
 from megatron_rl.planner.text import print_assumptions, print_comparison, print_details, print_missing, print_plans, print_trainer
 from megatron_rl.planner.workload import GIB
 
@@ -52,7 +54,7 @@ def plan_and_print(
         draw(picture, counts, work, best.trainer, request.machine)
         console.print(f"\npicture: {picture}")
     if write:
-        write_choice(file, best)
+        write_choice(file, best, longest_sequence=work.longest_sequence)
         console.print(f"\nwritten into {file}")
     return True
 
@@ -131,16 +133,36 @@ def request_of(gpus: int, gpu_type: str, node: int, machines: Path | None, train
     return Request(gpus, node, machine_named(gpu_type, machines), trainer_gpus, top)
 
 
-def work_of(config: Config, context: int | None, mean_prompt: float | None, mean_response: float | None, optimizer: str | None, weights: str | None, imbalance: float) -> Workload:  # fmt: skip
-    """ConfigError for lengths that cannot be."""
-    work = workload_of(
-        config, context=context, mean_prompt=mean_prompt, mean_response=mean_response, optimizer=optimizer, rollout_weights=weights,
-        imbalance=imbalance,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Assumed:
+    """What the command line says of the workload; None: the configuration's, or a guess that is printed."""
+
+    context: int | None
+    mean_prompt: float | None
+    mean_response: float | None
+    optimizer: str | None
+    rollout_weights: str | None
+    imbalance: float
+
+
+def work_of(config: Config, assumed: Assumed) -> Workload:
+    """ConfigError with everything that cannot be."""
+    wrong = []
+    for name, value, known in (
+        ("optimizer", assumed.optimizer, tuple(OPTIMIZER_BYTES)), ("rollout-weights", assumed.rollout_weights, tuple(WEIGHT_BYTES)),
+    ):  # fmt: skip
+        if value is not None and value not in known:
+            wrong.append(f"--{name} {value} is not known; known are {', '.join(known)}")
+    amounts = {"context": assumed.context, "mean-prompt": assumed.mean_prompt, "mean-response": assumed.mean_response}
+    wrong += [f"--{name} {value}: 1 or more" for name, value in amounts.items() if value is not None and value < 1]
+    if assumed.imbalance < 1:
+        wrong.append(f"--imbalance {assumed.imbalance}: the busiest rank has at least the mean, 1.0")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    work = workload_of(config, **asdict(assumed))
     if work.mean_tokens > work.longest_sequence:
         raise ConfigError(
-            f"prompts of {work.mean_prompt:.0f} and responses of {work.mean_response:.0f} tokens on average are longer than the longest sequence, {work.longest_sequence}"
+            f"prompts of {work.mean_prompt:.0f} and responses of {work.mean_response:.0f} tokens on average are longer than the longest "
+            f"sequence, {work.longest_sequence}; shorten them, or raise --context"
         )
-    if imbalance < 1:
-        raise ConfigError(f"--imbalance {imbalance}: the busiest rank has at least the mean, 1.0")
     return work

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.planner.balance import Plan
 
 _SECTION = re.compile(r"^\[([A-Za-z_.]+)\]\s*(#.*)?$")
@@ -31,20 +31,37 @@ def values_of(plan: Plan, config: Config) -> dict[str, dict[str, object]]:
     }  # fmt: skip
 
 
-def write_choice(file: Path, plan: Plan) -> Config:
-    """Change the file in place; what is written is read again before the old file is replaced."""
-    text = file.read_text()
-    for section, values in values_of(plan, load_config(file)).items():
+def write_choice(file: Path, plan: Plan, *, longest_sequence: int | None = None) -> Config:
+    """Change the file in place; what is written is read again before the old file is replaced.
+
+    longest_sequence: planned for in place of the file's; longer ones have longer responses.
+    """
+    text, config = file.read_text(), load_config(file)
+    values_by_section = values_of(plan, config)
+    if longest_sequence is not None and (longer := longest_sequence - config.model.max_sequence_length):
+        values_by_section |= {
+            "model": {"max_sequence_length": longest_sequence}, "rollouts": {"max_new_tokens": config.rollouts.max_new_tokens + longer},
+        }  # fmt: skip
+    for section, values in values_by_section.items():
         for key, value in values.items():
             text = with_value(text, section, key, value)
     written = file.with_name(f".{file.name}.plan")
     try:
         written.write_text(text)
-        config = load_config(written)
+        config = _read_again(written, file)
         written.replace(file)
     finally:
         written.unlink(missing_ok=True)
     return config
+
+
+def _read_again(written: Path, file: Path) -> Config:
+    try:
+        return load_config(written)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{file} is left as it is, since the plan's values could not be put into it line by line: {error}"
+        ) from error
 
 
 def with_value(text: str, section: str, key: str, value: object) -> str:

@@ -17,6 +17,8 @@ from megatron_rl.planner.workload import GIB, Candidate, Workload
 
 CHUNK_BYTES = 16 << 20
 """Of a chunk of logits, and of a widened chunk of the output weight, on the keep-set operation's dense route."""
+MUON_BATCH = 16 << 20
+"""Elements of the matrices that are orthogonalised together."""
 PROCESS_BYTES = 6 * GIB
 """Host memory of a rank's process: libraries, pinned buffers of the driver."""
 
@@ -169,9 +171,12 @@ def _update_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate,
     largest_dense = max(max(part.dense.largest, part.tied.largest) for part in held) * candidate.layout.tp
     largest_expert = max(part.expert.largest for part in held) * candidate.layout.etp
     sync = 2.0 * work.bucket_bytes + work.parameter_bytes * max(largest_dense, largest_expert)
-    # Momentum and update in fp32; the iterate, its square and its product in the model's type.
-    muon = (2 * 4 + 3 * work.parameter_bytes) * max(largest_dense, largest_expert) if work.optimizer == "muon" else 0.0
-    return max(sync, muon)
+    return max(sync, _muon_bytes(work, candidate, max(largest_dense, largest_expert)) if work.optimizer == "muon" else 0.0)
+
+
+def _muon_bytes(work: Workload, candidate: Candidate, largest: int) -> float:
+    """A rank's share of two rounds, on their way out and in, and four fp32 copies of the matrices that are orthogonalised together."""
+    return 4 * work.muon_round_bytes / candidate.layout.ranks_per_stage + 4 * 4.0 * max(largest, MUON_BATCH)
 
 
 def host_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate) -> float:

@@ -28,6 +28,9 @@ class Workload:
     parameter_bytes: int = 2
     """Of a weight and an activation: 2 for bfloat16, 4 for float32."""
     optimizer: str = "adamw"
+    muon_round_bytes: int = 512 << 20
+    muon_in_fp32: bool = True
+    """The Newton-Schulz iteration's products."""
     rollout_weights: str = "bf16"
     """Or fp8, nvfp4: what the servers hold."""
     scoring_passes: int = 1
@@ -132,6 +135,8 @@ def workload_of(
         samples_per_prompt=rollouts.samples_per_prompt,
         parameter_bytes=4 if config.model.dtype == "float32" else 2,
         optimizer=optimizer or str(config.optimizer.name),
+        muon_round_bytes=config.optimizer.muon.round_mib << 20,
+        muon_in_fp32=config.optimizer.muon.newton_schulz_dtype == "float32",
         rollout_weights=rollout_weights or ("fp32" if config.model.dtype == "float32" else "bf16"),
         scoring_passes=int(objective.old_policy == "recomputed") + int(objective.kl_coefficient > 0),
         updates=config.trainer.updates_per_step,

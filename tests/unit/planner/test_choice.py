@@ -33,7 +33,11 @@ def test_the_layouts_of_model_configs_are_the_planners(name: str, tmp_path: Path
     plan = balance(counts_of(name), workload_of(config), machine_named(machine), int(gpus), 8, keep=1).plans[0]
     assert named == file.name
     chosen, written = plan.trainer.candidate, candidate_of(config)
-    assert (chosen.layout, chosen.microbatch_tokens, chosen.recompute) == (written.layout, written.microbatch_tokens, written.recompute)
+    assert (chosen.layout, chosen.microbatch_tokens, chosen.recompute) == (
+        written.layout,
+        written.microbatch_tokens,
+        written.recompute,
+    )
     copy = tmp_path / file.name
     copy.write_text(file.read_text())
     assert write_choice(copy, plan) == config

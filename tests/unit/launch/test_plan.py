@@ -1,0 +1,83 @@
+"""`megatron-rl plan`: what it prints, what it writes, and what it refuses, each with the remedy."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_rl.config import load_config
+from megatron_rl.launch.cli import app
+
+ROOT = Path(__file__).parents[3]
+PUBLISHED = json.loads((ROOT / "tests" / "data" / "published_configs.json").read_text())
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A run of Qwen3-30B-A3B; of its model's folder there is config.json alone."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-30B-A3B"]["config"]))
+    text = (ROOT / "model_configs" / "qwen3-30b-a3b.toml").read_text()
+    run = tmp_path / "run.toml"
+    run.write_text(text.replace('"models/Qwen3-30B-A3B"', f'"{model}"'))
+    return run
+
+
+def invoke(file: Path, *words: str, status: int = 0) -> str:
+    result = CliRunner().invoke(app, ["plan", str(file), *words])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_plans_are_printed_with_their_assumptions(file: Path) -> None:
+    output = invoke(file, "--gpus", "16", "--top", "2")
+    for word in (
+        "gradients",
+        "optimizer state",
+        "bubble",
+        "servers",
+        "room",
+        "assumed",
+        "--mean-response",
+        "NVIDIA H200 data sheet",
+    ):
+        assert word in output
+
+
+def test_a_plan_is_written_and_drawn(file: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    invoke(file, "--gpus", "16", "--context", "32768", "--write", "--picture", str(picture))
+    config = load_config(file)
+    assert config.layout.world_size + config.servers.count * config.servers.tensor <= 16
+    assert config.model.max_sequence_length == 32768
+    assert "# Qwen3-30B-A3B: 48 layers" in file.read_text()
+    assert "<svg" in picture.read_text()
+    assert not list(tmp_path.glob(".run*"))
+
+
+def test_a_named_layout_that_fits_and_one_that_does_not(file: Path) -> None:
+    assert "the planner's own choice" in invoke(file, "--gpus", "32", "--explain", "TP=2,EP=8,GPUS=16,RECOMPUTE=full")
+    assert "does not fit" in invoke(file, "--gpus", "16", "--explain", "TP=1,GPUS=1", status=1)
+    invoke(file, "--gpus", "64", "--explain", "config")
+
+
+def test_an_infeasible_request_names_what_is_missing_and_what_would_do(file: Path) -> None:
+    output = invoke(file, "--gpus", "2", status=1)
+    assert "no layout fits" in output and "lacks" in output and "the nearest that fits" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "0"], "--gpus 0: 1 or more"), (["--gpus", "1"], "an accelerator each"), (["--gpus", "12"], "--nodes-of 8"),
+        (["--gpus", "16", "--trainer-gpus", "16"], "fewer than --gpus"), (["--gpus", "16", "--gpu-type", "h300"], "h100, h200"),
+        (["--gpus", "16", "--optimizer", "sgd"], "adamw, muon"), (["--gpus", "16", "--imbalance", "0.5"], "at least the mean"),
+        (["--gpus", "16", "--mean-response", "99999"], "longer than the longest"), (["--gpus", "16", "--picture", "a.pdf"], ".svg or .png"),
+        (["--gpus", "16", "--explain", "TP=3"], "not a multiple"), (["--gpus", "16", "--model.path", "nowhere"], "config.json"),
+        (["--gpus", "16", "--context", "0"], "--context 0"),
+    ],
+)  # fmt: skip
+def test_bad_requests(file: Path, words: list[str], message: str) -> None:
+    assert message in invoke(file, *words, status=2)
