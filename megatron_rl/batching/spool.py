@@ -7,7 +7,6 @@ Names inside plans, summaries and messages are relative to RUN/spool, so that a 
 """
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -92,26 +91,6 @@ class Spool:
         except (SpoolError, PayloadError):
             return None
         return plan if all(entry.index < held[entry.file] for entry in plan.entries) else None
-
-    def plan_names(self, kind: PlanKind = "step") -> list[str]:
-        """Names of the plans of one kind, by rising step."""
-        found = [(int(p.stem.removeprefix(f"{kind}_")), p.name) for p in self.plans.glob(f"{kind}_*.json")]
-        return [f"plans/{name}" for _, name in sorted(found)]
-
-    def payload_names(self) -> list[str]:
-        return sorted(f"rollouts/{p.name}" for p in self.rollouts.glob("*.safetensors"))
-
-    def clean(self, keep: Iterable[str]) -> list[str]:
-        """Delete the payloads that are not among the names to keep; returns what was deleted.
-
-        Never called unless a caller decides so: a spool that is kept whole lets every step be run again. The caller names what
-        is still needed: the files of the plans to keep and of the groups in the buffer and in flight.
-        """
-        needed = set(keep)
-        unneeded = [name for name in self.payload_names() if name not in needed]
-        for name in unneeded:
-            self.path(name).unlink(missing_ok=True)
-        return unneeded
 
     def clean_half_written(self) -> int:
         """Delete what writers that died left aside; only while none is at work. Returns the number of files."""

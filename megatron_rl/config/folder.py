@@ -83,7 +83,8 @@ class RunFolder:
 
     def create(self, config: Config) -> None:
         """Make the folder, private to the user, and write the resolved configuration."""
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.chmod(0o700)  # whatever made it: what lies in it is nobody else's to read
         self.logs.mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
         self.config_file.write_text(to_toml(config))

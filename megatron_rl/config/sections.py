@@ -26,6 +26,8 @@ class Run(Section):
     """auto: cuda where the NVIDIA driver is loaded, else cpu."""
     deterministic: bool = False
     """Refuse every operation whose result could differ from run to run."""
+    stall_after_s: Seconds = 300.0
+    """After so long without a finished group or step, a message says who waits for whom; again each time as much later."""
     fingerprints: bool | None = None
     """Record a checksum of every tensor after each step, so that `megatron-rl replay` can name the first one that differs.
     None: exactly when the run is deterministic."""

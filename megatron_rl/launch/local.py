@@ -63,7 +63,7 @@ async def _run(config: Config, folder: RunFolder, resume: bool) -> None:
     state, step = restore(config, folder) if resume else (RunState.new(config), 0)
     with RunObserver(config, folder) as observer:
         observer.event(f"keep-sets: {config.keep_set_source}; weights over {config.transport}; device: {config.device}")
-        orchestrator = Orchestrator(config, folder, state, local_fleet(config, folder), observer, step)
+        orchestrator = Orchestrator(config, folder, state, local_fleet(config, folder, key), observer, step)
         children: list[Child] = []
         async with serving(control_app(key, orchestrator.handlers, orchestrator.status), listener):
             try:
@@ -127,7 +127,7 @@ def dry_run_text(config: Config) -> str:
         )
     lines += ["", "# processes"]
     environment = {"MEGATRON_RL_ORCHESTRATOR": "http://127.0.0.1:PORT", "MEGATRON_RL_KEY": "(made at start)"}
-    commands = [server_process(config, folder, slot, config.servers.first_port + slot, 0) for slot in range(config.servers.count)]
+    commands = [server_process(config, folder, slot, config.servers.first_port + slot, 0, "(made at start)") for slot in range(config.servers.count)]
     commands += [worker_process(folder, environment), *trainer_processes(config, folder, 0, environment, False)]
     for command in commands:
         lines.append(f"{command.name}: {' '.join(f'{k}={v}' for k, v in command.env.items())} {' '.join(command.argv)}")

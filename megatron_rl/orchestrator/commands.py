@@ -9,14 +9,14 @@ from megatron_rl.processes import Command
 from megatron_rl.rollouts.server import server_command
 
 
-def server_process(config: Config, folder: RunFolder, slot: int, port: int, life: int) -> Command:
+def server_process(config: Config, folder: RunFolder, slot: int, port: int, life: int, key: str) -> Command:
     """One vLLM server. `life` counts its starts, so that a restarted server does not sample the same tokens again."""
     s, on_cpu = config.servers, config.device == "cpu"
     argv, env = server_command(
         str(folder.model), s.host, port,
         device=config.device, dtype=config.model.dtype, max_model_len=config.model.max_sequence_length, max_num_seqs=s.max_num_seqs,
         keep_set_source=config.keep_set_source, max_logprobs=config.rollouts.max_keep_set,
-        weight_transfer=config.transport, seed=config.run.seed + 1000 * slot + life,
+        weight_transfer=config.transport, key=key, seed=config.run.seed + 1000 * slot + life,
         tensor_parallel_size=s.tensor, kv_cache_gib=s.kv_cache_gib if on_cpu else None,
         gpu_memory_utilization=0.1 if on_cpu else s.gpu_memory_utilization, threads=s.threads,
         extra_arguments=s.extra_arguments,

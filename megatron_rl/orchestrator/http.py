@@ -13,7 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from megatron_rl.wire.control import KEY_HEADER, Status, decode, encode
+from megatron_rl.wire.access import KEY_HEADER
+from megatron_rl.wire.control import Status, decode, encode
 
 Handler = Callable[..., Awaitable[object]]
 
@@ -22,7 +23,7 @@ def control_app(key: str, handlers: Mapping[str, tuple[type, Handler]], status: 
     """handlers: path to (message type, coroutine that takes the message and returns the answer)."""
 
     def allowed(request: Request) -> bool:
-        return hmac.compare_digest(request.headers.get(KEY_HEADER, ""), key)
+        return hmac.compare_digest(request.headers.get(KEY_HEADER, "").encode(), key.encode())
 
     def post(kind: type, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:

@@ -13,6 +13,7 @@
    handlers      one message each              what its answer needs (long poll)    _changed
    _watch        child processes               a death                              every 0.2 s
    _follow_fleet fleet.events                  joined, left, given_up               fleet
+   _watch_for_.. watchdog                      a stall                              every second
    fleet.run     servers                       health                               its own clock
 
 Shutdown, in this order: stop_requested is set (Ctrl-C, the last step, or a failure); workers are told to stop; the trainer is told
@@ -23,7 +24,7 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from megatron_rl.batching import Spool, build_probe, build_step
@@ -31,6 +32,7 @@ from megatron_rl.config import Config, RunFolder
 from megatron_rl.orchestrator.observer import Observer
 from megatron_rl.orchestrator.probes import Probe
 from megatron_rl.orchestrator.state import RunState
+from megatron_rl.orchestrator.watchdog import Watchdog
 from megatron_rl.processes import Child, log_tail
 from megatron_rl.records import GroupTask, StepPlan, write_atomically
 from megatron_rl.rollouts.fleet import Fleet
@@ -51,6 +53,8 @@ from megatron_rl.wire.control import (
     WorkRequest,
 )  # fmt: skip
 
+Handler = Callable[..., Awaitable[object]]
+
 MAX_FAILURES_IN_A_ROW = 50
 """Groups that fail one after the other, without one that succeeds, before the run is given up: it would never make a step."""
 
@@ -70,8 +74,10 @@ class Orchestrator:
         self.saved_step = step
         """Nothing is lost by leaving here: a step that was saved, or the start."""
         self.stop_requested = False
+        self.watchdog = Watchdog(config.run.stall_after_s)
         self._probe: Probe | None = None
         self._plan_file: str | None = None
+        self.spool.clean_half_written()  # what an interrupted run left; nobody writes yet
         self._recorded = self._adopt_recorded_plans()
         self._batch_examples: dict[str, tuple[dict, ...]] = {}
         self._changed = asyncio.Condition()
@@ -80,12 +86,30 @@ class Orchestrator:
         self._tokens = 0
 
     @property
-    def handlers(self) -> dict[str, tuple[type, Callable]]:
-        return {
+    def handlers(self) -> dict[str, tuple[type, Handler]]:
+        handlers = {
             "/work": (WorkRequest, self.on_work), "/groups": (GroupReport, self.on_group), "/order": (OrderRequest, self.on_order),
             "/step": (StepReport, self.on_step), "/weights": (WeightsReport, self.on_weights), "/probe": (ProbeRequest, self.on_probe),
             "/probed": (ProbeReport, self.on_probed), "/saved": (SavedReport, self.on_saved), "/progress": (Progress, self.on_progress),
         }  # fmt: skip
+        return {path: (kind, self._heard(path, handler)) for path, (kind, handler) in handlers.items()}
+
+    def _heard(self, path: str, handler: Handler) -> Handler:
+        """The handler, noted by the watchdog. A disk that cannot be written ends the run by name: what lies there already is whole."""
+
+        async def hear(message: object) -> object:
+            self.watchdog.hear(path, message)
+            try:
+                answer = await handler(message)
+            except OSError as error:
+                where = error.filename or self.folder.path
+                self.fail(f"{where}: {error.strerror or error}; nothing is lost: mend this, then --resume goes on from what is written")
+                await self._tell()
+                raise
+            self.watchdog.answer(path, answer)
+            return answer
+
+        return hear
 
     # ---- workers
 
@@ -119,6 +143,7 @@ class Orchestrator:
         if self._probe and result.uid in self._probe.under_way:
             self._probe.end(result)
         elif self.state.end(result):
+            self.watchdog.moved()
             self._tokens += sum(r.num_completion_tokens for r in result.rollouts)
             self._batch_examples[result.uid] = result.examples
         if result.failure == "server":
@@ -189,8 +214,11 @@ class Orchestrator:
         return never_synced and any(s.state == "starting" for s in self.fleet.servers)
 
     async def on_step(self, report: StepReport) -> Ack:
+        if report.step < self.step:  # sent again, since our answer was lost on the way
+            return Ack()
         self.state.ledger.trained(report.step)
         self.step, self._plan_file = report.step + 1, None
+        self.watchdog.moved()
         now = time.monotonic()
         rate, self._token_clock, self._tokens = self._tokens / (now - self._token_clock), now, 0
         self.observe.step(report.step, report.metrics, rollout_tokens_per_s=rate, ledger=self.state.ledger.summary())
@@ -230,6 +258,8 @@ class Orchestrator:
     async def on_saved(self, report: SavedReport) -> Ack:
         """The trainer's part lies in a folder with another name; with the orchestrator's part the checkpoint is whole, and gets its own."""
         aside = Path(report.folder)
+        if self.saved_step == report.step and not aside.exists():  # sent again, since our answer was lost on the way
+            return Ack()
         write_atomically(aside / "orchestrator.json", json.dumps({"step": report.step, **self.state.to_json()}).encode())
         final = self.folder.checkpoint(report.step)
         if final.exists():
@@ -250,7 +280,7 @@ class Orchestrator:
 
     async def run(self, children: list[Child]) -> None:
         """Until the trainer has left. Raises RunFailed; the children are the caller's to stop."""
-        tasks = [asyncio.create_task(c) for c in (self._watch(children), self._follow_fleet(), self.fleet.run())]
+        tasks = [asyncio.create_task(c) for c in (self._watch(children), self._watch_for_stalls(), self._follow_fleet(), self.fleet.run())]
         try:
             while not (self.stop_requested and self._trainers_left(children)) and self._failure is None:
                 done, _ = await asyncio.wait(tasks, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
@@ -282,6 +312,12 @@ class Orchestrator:
                     self.fail(child.failure())
                     await self._tell()
             await asyncio.sleep(0.2)
+
+    async def _watch_for_stalls(self) -> None:
+        while True:
+            if message := self.watchdog.stall(self.step, self.state, self.fleet.servers):
+                self.observe.event(message)
+            await asyncio.sleep(1.0)
 
     def _trainers_left(self, children: list[Child]) -> bool:
         return all(c.poll() is not None for c in children if c.name.startswith("trainer"))

@@ -29,7 +29,7 @@ class LocalServer:
         self.child.kill()
 
 
-def local_fleet(config: Config, folder: RunFolder) -> Fleet:
+def local_fleet(config: Config, folder: RunFolder, key: str) -> Fleet:
     """A fleet that starts config.servers.count servers, each again on the same port when one was asked for."""
     lives = [0] * config.servers.count
     http = httpx.AsyncClient(timeout=None)  # the fleet cuts a check off by itself
@@ -39,7 +39,7 @@ def local_fleet(config: Config, folder: RunFolder) -> Fleet:
         if first:
             check_port(host, first + slot, f"servers.first_port, server {slot}")
         port = first + slot if first else free_ports(1, host)[0]
-        child = Child(server_process(config, folder, slot, port, lives[slot]))
+        child = Child(server_process(config, folder, slot, port, lives[slot], key))
         lives[slot] += 1
         return LocalServer(child, f"http://{host}:{port}")
 

@@ -141,7 +141,7 @@ def scores_of(rank: int, subject: Subject, config: Config, plant: str | None, pl
         return by_sequence(microbatches, [s.log_probs for s in run.engine.score(microbatches)])
 
 
-def publish(rank: int, subject: Subject, config: Config, plant: str | None, url: str, version: int) -> dict[str, str]:
+def publish(rank: int, subject: Subject, config: Config, plant: str | None, url: str, key: str, version: int) -> dict[str, str]:
     """The ranks gather, rank 0 sends to the server. On rank 0, name and reason if the server does not hold it; {} otherwise."""
     from megatron_rl.trainer.publisher import PolicySource
 
@@ -153,7 +153,7 @@ def publish(rank: int, subject: Subject, config: Config, plant: str | None, url:
             return {}
         sender = GlooSender(config.servers.host, bucket_bytes=config.weight_sync.bucket_mib << 20, timeout_s=60.0)
         try:
-            return dict(update_servers(sender, [ServerAddress(url, url)], source, version).failed)
+            return dict(update_servers(sender, [ServerAddress(url, url)], source, version, key=key).failed)
         finally:
             sender.close()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from megatron_rl.rollouts.client import VllmClient
 from megatron_rl.rollouts.episode import EpisodeRules, run_episode
 from megatron_rl.rollouts.sampled_model import SampledModel, read_sampled_model
 from megatron_rl.rollouts.server import server_command
+from megatron_rl.wire.access import KEY_VARIABLE
 
 VERSION = 1
 START_TIMEOUT_S = 240
@@ -52,7 +54,7 @@ def running_server(subject: Subject) -> Iterator[Child]:
     argv, env = server_command(
         str(subject.model_folder), config.servers.host, port, device="cpu", dtype="float32",
         max_model_len=config.model.max_sequence_length, max_num_seqs=_NUM_PROBES, keep_set_source="processed_logprobs",
-        max_logprobs=config.rollouts.max_keep_set, weight_transfer="gloo",
+        max_logprobs=config.rollouts.max_keep_set, weight_transfer="gloo", key=secrets.token_hex(16),
         seed=config.run.seed, kv_cache_gib=0.1, gpu_memory_utilization=0.1,
     )  # fmt: skip
     child = Child(Command("server", argv, subject.folder / "server.log", env))
@@ -64,12 +66,12 @@ def running_server(subject: Subject) -> Iterator[Child]:
 
 def sync(subject: Subject, many: World, server: Child, plant: str | None) -> list[Measurement]:
     """Every rank's weights into the server, then what the server samples against what the ranks score."""
-    url = url_of(server)
+    url, key = url_of(server), server.command.env[KEY_VARIABLE]
     _wait_until_healthy(server, url)
-    failed = many.run(ranks.publish, subject, subject.config, plant, url, VERSION)[0]
+    failed = many.run(ranks.publish, subject, subject.config, plant, url, key, VERSION)[0]
     if failed:
         raise ProcessError(f"the server does not hold the weights: {failed[url]}")
-    probes = asyncio.run(_sample(subject, url))
+    probes = asyncio.run(_sample(subject, url, key))
     with planted(plant):  # a plan is written and read as in a run
         plan = write_plan(subject.folder, _PROBES, probes)
     answers = many.run(ranks.scores_of, subject, subject.config, plant, plan)
@@ -102,12 +104,12 @@ def _wait_until_healthy(server: Child, url: str) -> None:
     raise ProcessError(f"the server is not up after {START_TIMEOUT_S} s; the end of its log says why: {server.command.log_file}")
 
 
-async def _sample(subject: Subject, url: str) -> list[Rollout]:
+async def _sample(subject: Subject, url: str, key: str) -> list[Rollout]:
     """Random prompts, sampled as in training."""
     random = np.random.default_rng(_PROBES)
     model: SampledModel = read_sampled_model(subject.model_folder, subject.model["vocab_size"])
     prompts = [random.integers(0, model.contract.vocab_size, int(random.integers(2, 24))).tolist() for _ in range(_NUM_PROBES)]
-    client = VllmClient(url, model, keep_set_source="processed_logprobs", max_keep_set=SAMPLING.top_k, timeout_s=120)
+    client = VllmClient(url, model, key=key, keep_set_source="processed_logprobs", max_keep_set=SAMPLING.top_k, timeout_s=120)
     rules = EpisodeRules(SAMPLING, (), max_sequence_length=subject.config.model.max_sequence_length)
     untruncated = replace(rules, sampling=Sampling(temperature=SAMPLING.temperature, max_new_tokens=SAMPLING.max_new_tokens))
     try:

@@ -14,6 +14,7 @@ from megatron_rl.records import ContractError, Sampling
 from megatron_rl.rollouts.completion import Completion, KeepSetSource, decode_completion, num_logprobs
 from megatron_rl.rollouts.errors import ServerError
 from megatron_rl.rollouts.sampled_model import SampledModel
+from megatron_rl.wire.access import with_key
 
 _SPAN_WINDOW_S = 0.005
 """Requests that end within this time ask for their version spans together: each question holds the engine up for a moment."""
@@ -22,13 +23,17 @@ _KEEP_ALIVE_S = 2.0  # below uvicorn's 5 s, or a request may go out on a connect
 
 
 class VllmClient:
-    """Used from one event loop; `close()` at the end. timeout_s: of one request from sending to the whole answer."""
+    """Used from one event loop; `close()` at the end. key: the run's. timeout_s: of one request from sending to the whole answer."""
 
-    def __init__(self, url: str, model: SampledModel, *, keep_set_source: KeepSetSource, max_keep_set: int, timeout_s: float):
+    def __init__(
+        self, url: str, model: SampledModel, *, key: str, keep_set_source: KeepSetSource, max_keep_set: int, timeout_s: float
+    ):
         self.url, self._model = url, model
         self._source, self._max_keep_set, self._timeout_s = keep_set_source, max_keep_set, timeout_s
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S)
-        self._http = httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(None, connect=10.0), limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=with_key(key), timeout=httpx.Timeout(None, connect=10.0), limits=limits, trust_env=False
+        )
         self._spans = _SpanQuestions(self)
 
     async def generate(

@@ -37,13 +37,14 @@ _SCORING_TIMEOUT_S = 300.0
 
 
 class GroupSampler:
-    """Turns group tasks into results. spool: the folder RUN/spool, which has the folder rollouts."""
+    """Turns group tasks into results. spool: the folder RUN/spool, which has the folder rollouts. key: the run's."""
 
-    def __init__(self, config: Config, model: SampledModel, task: Task, text: TextEncoder, spool: Path):
+    def __init__(self, config: Config, model: SampledModel, task: Task, text: TextEncoder, spool: Path, key: str):
         r = config.rollouts
         self._config, self._model, self._task, self._text, self._spool = config, model, task, text, spool
         stop_ids = text.eos_ids + (text.newline_ids if r.stop_at_newline else ())
         self._rules = EpisodeRules(config.sampling, tuple(dict.fromkeys(stop_ids)), config.model.max_sequence_length, r.max_turns)
+        self._key = key
         self._clients: dict[str, VllmClient] = {}
 
     async def sample(self, group: GroupTask) -> GroupResult:
@@ -94,7 +95,7 @@ class GroupSampler:
     def _client(self, url: str) -> VllmClient:
         if url not in self._clients:
             self._clients[url] = VllmClient(
-                url, self._model, keep_set_source=self._config.keep_set_source, max_keep_set=self._config.rollouts.max_keep_set,
+                url, self._model, key=self._key, keep_set_source=self._config.keep_set_source, max_keep_set=self._config.rollouts.max_keep_set,
                 timeout_s=self._config.servers.request_timeout_s,
             )  # fmt: skip
         return self._clients[url]

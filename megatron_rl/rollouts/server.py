@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
+from megatron_rl.wire.access import KEY_VARIABLE
+
 KeepSetSource = Literal["native", "processed_logprobs"]
 
 WEIGHT_TRANSFER_BACKENDS = ("gloo", "nccl")
@@ -25,6 +27,7 @@ def server_command(
     keep_set_source: KeepSetSource,
     max_logprobs: int,
     weight_transfer: str,
+    key: str,
     seed: int,
     tensor_parallel_size: int = 1,
     kv_cache_gib: float | None = None,
@@ -37,7 +40,8 @@ def server_command(
     """argv, and the variables to add to the environment, of one vLLM server.
 
     model_dir: Hugging Face folder; with load_format "dummy" only its config.json is read, and the first weight update brings the
-    weights. max_logprobs: the most log-probs that a request may ask for; the widest keep-set that `processed_logprobs` can carry.
+    weights. key: the run's, without which the server answers nothing but /health; in the environment, where others cannot read it.
+    max_logprobs: the most log-probs that a request may ask for; the widest keep-set that `processed_logprobs` can carry.
     seed: must differ between the servers of a run and between the starts of one server: vLLM seeds its sampler with it, so equal
     seeds sample equal tokens. kv_cache_gib: size of the KV cache; None leaves it to gpu_memory_utilization, the share of the
     device's (or the machine's) memory. cpus: the cores that a CPU server may use; needed there when tensor_parallel_size > 1.
@@ -52,7 +56,7 @@ def server_command(
     argv = [
         sys.executable, "-m", "megatron_rl.vllm_plugin.serve",
         "--model", model_dir,
-        "--host", host,  # vLLM's default is every interface, and its weight and pause routes ask for no key
+        "--host", host,  # vLLM's default is every interface
         "--port", str(port),
         "--dtype", dtype,
         "--load-format", load_format,
@@ -68,6 +72,7 @@ def server_command(
         "--generation-config", "vllm",  # or the model's generation_config.json would set top_k and penalties behind our back
         "--weight-transfer-config", f'{{"backend": "{weight_transfer}"}}',
         "--disable-uvicorn-access-log",
+        "--middleware", "megatron_rl.vllm_plugin.access.RequireKey",
     ]  # fmt: skip
     if kv_cache_gib is not None:
         argv += ["--kv-cache-memory-bytes", str(int(kv_cache_gib * GIB))]
@@ -78,7 +83,7 @@ def server_command(
     if device == "cpu":
         argv += ["--enforce-eager", "--worker-cls", "megatron_rl.vllm_plugin.worker.RolloutCpuWorker"]
     # vLLM serves the routes for pausing, weight updates and collective_rpc in this mode only. The model comes from a folder.
-    env = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", KEY_VARIABLE: key}
     # Longer than any client keeps an idle connection: a server that closes first may do so as a request arrives (ReadError).
     env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "600"
     if device == "cpu":

@@ -26,12 +26,12 @@ from megatron_rl.records import GroupTask
 from megatron_rl.rollouts.group import GroupSampler
 from megatron_rl.rollouts.sampled_model import read_sampled_model
 from megatron_rl.tasks import TaskError, TextEncoder, load_task
-from megatron_rl.wire.control import KEY_HEADER, Ack, GroupReport, WorkOrder, WorkRequest, decode, encode
+from megatron_rl.wire.access import KeyMissingError, key_from_environment, with_key
+from megatron_rl.wire.control import Ack, GroupReport, WorkOrder, WorkRequest, decode, encode
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-KEY_VARIABLE = "MEGATRON_RL_KEY"
 MAX_GROUPS = 512
 """In flight in one worker; the orchestrator sends what the staleness bound and the servers admit."""
 
@@ -46,7 +46,7 @@ class OrchestratorLink:
     def __init__(self, url: str, key: str, *, patience_s: float = 30.0, retry_s: float = 0.5):
         self._url, self._patience_s, self._retry_s = url, patience_s, retry_s
         self._http = httpx.AsyncClient(
-            base_url=url, headers={KEY_HEADER: key}, timeout=httpx.Timeout(60.0, connect=5.0), trust_env=False
+            base_url=url, headers=with_key(key), timeout=httpx.Timeout(60.0, connect=5.0), trust_env=False
         )
 
     async def send(self, path: str, message: object, answer: type[T]) -> T:
@@ -111,7 +111,7 @@ async def work(folder: RunFolder, orchestrator: str, key: str, name: str) -> Non
     config = folder.config()
     text = TextEncoder(folder.model, config.task)
     model = read_sampled_model(folder.model, text.num_tokens)
-    sampler = GroupSampler(config, model, load_task(config.task, config.run.seed), text, folder.path / "spool")
+    sampler = GroupSampler(config, model, load_task(config.task, config.run.seed), text, folder.path / "spool", key)
     link = OrchestratorLink(orchestrator, key)
     logger.info("worker %s: keep-sets by %s, %d MoE layers", name, config.keep_set_source, len(model.moe_layers))
     try:
@@ -129,9 +129,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
-    key = os.environ.get(KEY_VARIABLE)
-    if not key:
-        print(f"{KEY_VARIABLE} is not set: it holds the key that the orchestrator asks for", file=sys.stderr)
+    try:
+        key = key_from_environment()
+    except KeyMissingError as error:
+        print(error, file=sys.stderr)
         return 2
     try:
         asyncio.run(work(RunFolder(args.run_dir), args.orchestrator, key, args.name))

@@ -42,7 +42,7 @@ class Publisher:
                 pass
             return share(None)
         addresses = [ServerAddress(url, url, self._config.servers.tensor) for url in servers]
-        report = update_servers(self._sender, addresses, source, version, timeout_s=self._config.weight_sync.timeout_s)
+        report = update_servers(self._sender, addresses, source, version, key=self._steering.key, timeout_s=self._config.weight_sync.timeout_s)
         metrics = {
             "sync_s": report.pause_s + report.transfer_s + report.resume_s, "sync_pause_s": report.pause_s,
             "sync_transfer_s": report.transfer_s, "sync_bytes": float(report.num_bytes),

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import httpx
 
+from megatron_rl.wire.access import key_from_environment, with_key
 from megatron_rl.wire.control import (
-    KEY_HEADER,
     Ack,
     Order,
     OrderRequest,
@@ -33,8 +33,8 @@ class Steering:
     """A blocking client of the orchestrator; only trainer rank 0 has one."""
 
     def __init__(self, url: str, key: str, patience_s: float = 60.0):
-        self.url, self.patience_s = url, patience_s
-        self._http = httpx.Client(base_url=url, headers={KEY_HEADER: key}, timeout=httpx.Timeout(60.0))
+        self.url, self.key, self.patience_s = url, key, patience_s
+        self._http = httpx.Client(base_url=url, headers=with_key(key), timeout=httpx.Timeout(60.0))
 
     def next_order(self, step: int) -> Order:
         """What comes after policy version `step`; 'wait' when there is nothing yet."""
@@ -69,4 +69,4 @@ _ROUTES = {StepReport: "/step", WeightsReport: "/weights", ProbeReport: "/probed
 
 
 def steering_from_environment() -> Steering:
-    return Steering(os.environ["MEGATRON_RL_ORCHESTRATOR"], os.environ["MEGATRON_RL_KEY"])
+    return Steering(os.environ["MEGATRON_RL_ORCHESTRATOR"], key_from_environment())

@@ -9,6 +9,7 @@ import httpx
 
 from megatron_rl.weight_sync.routes import ServerAddress, ServerError, ServerRoutes
 from megatron_rl.weight_sync.sender import WeightSender, WeightSource
+from megatron_rl.wire.access import with_key
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ def update_servers(
     source: WeightSource,
     version: int,
     *,
+    key: str,
     timeout_s: float = 300.0,
     route_timeout_s: float = 60.0,
 ) -> UpdateReport:
@@ -46,11 +48,11 @@ def update_servers(
     told how it went; another attempt is another call, on all ranks. Raises only what `source` raises; then no server has
     resumed.
 
-    timeout_s: for a server to have loaded everything, from the end of the stream on (the sender has its own bound on the stream:
+    key: the run's, which the servers ask for. timeout_s: for a server to have loaded everything, from the end of the stream on (the sender has its own bound on the stream:
     one that counted from the beginning would make every server pay for the slowest). route_timeout_s: for each other call.
     """
     started = time.monotonic()
-    with httpx.Client() as client:
+    with httpx.Client(headers=with_key(key), trust_env=False) as client:
         update = _Update([ServerRoutes(server, client, route_timeout_s) for server in servers], sender)
         update.on_each(ServerRoutes.pause)
         paused = time.monotonic()

@@ -12,6 +12,8 @@ The orchestrator serves; workers and trainer are its clients:
     trainer  POST /saved     SavedReport   -> Ack            a checkpoint lies in the folder named
     trainer  POST /progress  Progress      -> Ack            how far a phase without orders has come (the supervised start, the export)
     anyone   GET  /status                  -> Status
+
+Every request carries the run's key (`wire.access`).
 """
 
 from dataclasses import dataclass, field
@@ -21,9 +23,6 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from megatron_rl.records import GroupResult, GroupTask
-
-KEY_HEADER = "x-megatron-rl-key"
-"""Every request carries the run's key in this header."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def url(folder):
     port = free_ports(1)[0]
     argv, env = server_command(
         str(folder), "127.0.0.1", port, device="cpu", dtype="float32", max_model_len=256, max_num_seqs=32, load_format="auto",
-        keep_set_source="processed_logprobs", max_logprobs=128, weight_transfer="gloo", seed=5, kv_cache_gib=1, gpu_memory_utilization=0.1,
+        keep_set_source="processed_logprobs", max_logprobs=128, weight_transfer="gloo", key="k", seed=5, kv_cache_gib=1, gpu_memory_utilization=0.1,
     )  # fmt: skip
     log = folder.parent / "server.log"
     server = Child(Command("server", argv, log, {**env, "OMP_NUM_THREADS": "1"}))
@@ -83,7 +83,7 @@ def sample(url, folder, sampling: Sampling, prompts, *, max_turns=1, reply=None)
     model = read_sampled_model(folder, text.num_tokens)
 
     async def body():
-        client = VllmClient(url, model, keep_set_source="processed_logprobs", max_keep_set=128, timeout_s=120)
+        client = VllmClient(url, model, key="k", keep_set_source="processed_logprobs", max_keep_set=128, timeout_s=120)
         rules = EpisodeRules(sampling, text.eos_ids, max_sequence_length=256, max_turns=max_turns)
         unique = f"{time.monotonic_ns()}"
         episodes = [run_episode(f"{unique}-{n}", p, text.prompt(p), client, text, rules, reply) for n, p in enumerate(prompts)]

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.rollouts.server import server_command
 from megatron_rl.weight_sync import GlooSender, ServerAddress, UpdateReport, gloo, update_servers
+from megatron_rl.wire.access import with_key
 from megatron_rl.wire.weights import WeightMeta
 
 pytest.importorskip("vllm")
@@ -82,6 +83,9 @@ class Completion:
     routes: str
 
 
+KEY = "the run's key"
+
+
 def quiet_port() -> int:
     """A free port below those that the kernel gives to clients: the server binds it only after seconds of imports."""
     while True:
@@ -100,13 +104,13 @@ class Server:
         # A token budget below the prompts together has prefill cut into chunks; the cache is too small for all requests at once.
         argv, env = server_command(
             str(model_dir), "127.0.0.1", port, device="cpu", dtype="float32", max_model_len=512, max_num_seqs=6,
-            keep_set_source="processed_logprobs", max_logprobs=8, weight_transfer="gloo", seed=1, kv_cache_gib=0.01,
+            keep_set_source="processed_logprobs", max_logprobs=8, weight_transfer="gloo", key=KEY, seed=1, kv_cache_gib=0.01,
             extra_arguments=["--max-num-batched-tokens", "128"],
         )  # fmt: skip
         self.log = log
         self.process = subprocess.Popen(argv, env=os.environ | env, stdout=log.open("w"), stderr=subprocess.STDOUT)
         self.address = ServerAddress("server-0", f"http://127.0.0.1:{port}")
-        self._client = httpx.Client(base_url=self.address.url, timeout=300)
+        self._client = httpx.Client(base_url=self.address.url, timeout=300, headers=with_key(KEY))
         self._wait_until_up()
 
     def _wait_until_up(self) -> None:
@@ -141,7 +145,7 @@ class Server:
 
     def update(self, tensors: dict[str, torch.Tensor], version: int) -> UpdateReport:
         sender = GlooSender(bucket_bytes=1 << 16, timeout_s=60)
-        return update_servers(sender, [self.address], Source(tensors), version)
+        return update_servers(sender, [self.address], Source(tensors), version, key=KEY)
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +248,7 @@ class Dying:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield item
 
-update_servers(GlooSender(bucket_bytes=1 << 14), [ServerAddress("server-0", sys.argv[1])], Dying(), 5)
+update_servers(GlooSender(bucket_bytes=1 << 14), [ServerAddress("server-0", sys.argv[1])], Dying(), 5, key="the run's key")
 """
 
 

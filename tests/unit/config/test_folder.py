@@ -17,6 +17,7 @@ def config(tmp_path):
 def test_a_folder_keeps_its_configuration_and_is_private(config, tmp_path):
     folder = run_folder(config)
     assert folder.path == tmp_path / "r"
+    folder.path.mkdir(mode=0o755)  # made by hand, before
     folder.create(config)
     assert folder.config() == config
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700

@@ -1,6 +1,7 @@
 """The asynchronous loop against workers and a trainer made of a few lines each: order of events, bounds, faults, resume."""
 
 import asyncio
+import errno
 import json
 import random
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from megatron_rl.config import Config, RunFolder
 from megatron_rl.orchestrator import Orchestrator, RunFailed, RunState, control_app
 from megatron_rl.records import GroupResult, GroupTask, RolloutSummary, StepPlan
 from megatron_rl.rollouts.fleet import Fleet, FleetLimits
+from megatron_rl.wire.access import KEY_HEADER
 from megatron_rl.wire.control import (
-    KEY_HEADER,
     Ack,
     GroupReport,
     Order,
@@ -312,3 +313,40 @@ def test_requests_without_the_key_are_refused(tmp_path):
         return posted.status_code, asked.status_code, wrong.status_code
 
     assert asyncio.run(scenario()) == (401, 401, 400)
+
+
+def test_a_report_that_is_sent_again_counts_once(tmp_path):
+    """The answer to the first one was lost on the way."""
+    world = World(tmp_path, config(tmp_path))
+    once = world.post
+
+    async def twice(route, message, answer):
+        first = await once(route, message, answer)
+        return await once(route, message, answer) if route in ("/step", "/saved", "/groups") else first
+
+    world.post = twice
+    asyncio.run(world.run(lambda task: sampled(world, task)))
+    assert world.observer.steps == list(range(6))
+    world.orchestrator.state.ledger.check()
+    assert world.orchestrator.state.ledger.trained_prompts == 6 * 3
+
+
+def test_a_full_disk_ends_the_run_by_name_and_nothing_is_lost(tmp_path, monkeypatch):
+    world = World(tmp_path, config(tmp_path))
+    write = world.orchestrator.spool.write_plan
+
+    def full_at_step_3(plan, kind=None):
+        if plan.step == 3 and kind is None:
+            raise OSError(errno.ENOSPC, "No space left on device", "/scratch/spool/plans")
+        return write(plan, kind)
+
+    monkeypatch.setattr(world.orchestrator.spool, "write_plan", full_at_step_3)
+
+    async def scenario():
+        parts = (world.orchestrator.run([world.trainer]), world.work(lambda task: sampled(world, task)), world.train())
+        return await asyncio.gather(*parts, return_exceptions=True)
+
+    ended, _, _ = asyncio.run(scenario())
+    assert isinstance(ended, RunFailed) and "/scratch/spool/plans: No space left on device; nothing is lost" in str(ended)
+    assert world.folder.latest_checkpoint()[0] == 2
+    world.orchestrator.state.ledger.check()

@@ -24,7 +24,7 @@ def generate(server: FakeVllm, *, sampling=TOP_P, request_ids=("a",), timeout_s=
     """The completions of these requests, sent at once; an exception stands for itself."""
 
     async def body():
-        client = VllmClient(server.url, MODEL, keep_set_source=server.source, max_keep_set=max_keep_set, timeout_s=timeout_s)
+        client = VllmClient(server.url, MODEL, key="k", keep_set_source=server.source, max_keep_set=max_keep_set, timeout_s=timeout_s)
         asked = [client.generate(np.array(prompt), sampling, request_id, stop_token_ids=(7, 8)) for request_id in request_ids]
         try:
             return await asyncio.gather(*asked, return_exceptions=True)

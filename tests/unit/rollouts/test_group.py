@@ -57,7 +57,7 @@ def make_sampler(tmp_path, model_folder, monkeypatch, *, rewards="", task=None, 
         }
     )
     (tmp_path / "spool" / "rollouts").mkdir(parents=True)
-    return GroupSampler(config, MODEL, load_task(config.task, 0), TextEncoder(model_folder, config.task), tmp_path / "spool")
+    return GroupSampler(config, MODEL, load_task(config.task, 0), TextEncoder(model_folder, config.task), tmp_path / "spool", "k")
 
 
 def sample(sampler: GroupSampler, server: FakeVllm, num_samples: int = 4, **changes):

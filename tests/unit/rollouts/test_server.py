@@ -8,7 +8,7 @@ from megatron_rl.rollouts.server import server_command
 
 CPU = {
     "device": "cpu", "dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "keep_set_source": "processed_logprobs",
-    "max_logprobs": 40, "weight_transfer": "gloo", "seed": 7, "kv_cache_gib": 0.5,
+    "max_logprobs": 40, "weight_transfer": "gloo", "key": "secret-key", "seed": 7, "kv_cache_gib": 0.5,
 }  # fmt: skip
 GPU = CPU | {"device": "cuda", "weight_transfer": "nccl", "kv_cache_gib": None, "gpu_memory_utilization": 0.85}
 
@@ -65,3 +65,9 @@ def test_extra_arguments_come_last_and_so_have_the_last_word():
 def test_bad_settings_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         server_command("m", "127.0.0.1", 1, **CPU | changes)
+
+
+def test_the_key_is_in_the_environment_and_not_on_the_command_line():
+    argv, env = server_command("m", "127.0.0.1", 1, **CPU)
+    assert env["MEGATRON_RL_KEY"] == "secret-key" and not any("secret-key" in word for word in argv)
+    assert option(argv, "--middleware") == "megatron_rl.vllm_plugin.access.RequireKey"

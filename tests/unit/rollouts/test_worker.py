@@ -11,7 +11,8 @@ from starlette.routing import Route
 from megatron_rl.records import GroupResult, GroupTask
 from megatron_rl.rollouts import worker as worker_module
 from megatron_rl.rollouts.worker import OrchestratorGoneError, OrchestratorLink, Worker, main
-from megatron_rl.wire.control import KEY_HEADER, Ack, GroupReport, WorkOrder, WorkRequest, decode, encode
+from megatron_rl.wire.access import KEY_HEADER
+from megatron_rl.wire.control import Ack, GroupReport, WorkOrder, WorkRequest, decode, encode
 from tests.unit.rollouts.fake_vllm import serving
 
 

@@ -6,7 +6,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from megatron_rl.trainer.steering import OrchestratorGone, Steering
-from megatron_rl.wire.control import KEY_HEADER, Ack, Order, OrderRequest, ProbeOrder, ProbeRequest, StepReport, decode, encode
+from megatron_rl.wire.access import KEY_HEADER
+from megatron_rl.wire.control import Ack, Order, OrderRequest, ProbeOrder, ProbeRequest, StepReport, decode, encode
 
 
 class Orchestrator:

@@ -10,6 +10,7 @@ from megatron_rl.weight_sync import GlooSender, checked_tensors, update_servers
 from megatron_rl.wire.weights import WeightMeta
 from tests.unit.weight_sync.fake_server import FakeServer
 
+KEY = "the key"
 WHOLE_UPDATE = [
     "/pause",
     "/init_weight_transfer_engine",
@@ -56,7 +57,7 @@ def fakes() -> Iterator[list[FakeServer]]:
 
 def push(fakes: list[FakeServer], source: RandomSource, version: int, **timeouts: float):
     sender = GlooSender(bucket_bytes=4096, timeout_s=timeouts.pop("sender_timeout_s", 20), receive_timeout_s=30)
-    return update_servers(sender, [fake.address for fake in fakes], source, version, **timeouts)
+    return update_servers(sender, [fake.address for fake in fakes], source, version, key=KEY, **timeouts)
 
 
 def assert_holds(fake: FakeServer, source: RandomSource, version: int) -> None:
@@ -160,7 +161,7 @@ def test_the_source_comes_to_its_end_without_a_server(fakes, fail_all):
 def test_trouble_of_the_source_is_raised_and_no_server_resumes(fakes):
     sender = GlooSender(bucket_bytes=4096, timeout_s=20, receive_timeout_s=300)
     with pytest.raises(OSError, match="lost a rank"):
-        update_servers(sender, [fake.address for fake in fakes], RandomSource(break_at=5), 1)
+        update_servers(sender, [fake.address for fake in fakes], RandomSource(break_at=5), 1, key=KEY)
     assert all(fake.is_paused and "/finish_weight_update" not in fake.calls for fake in fakes)
     # The receivers are let go at once, and not left to their timeout.
     deadline = time.monotonic() + 60

@@ -1,0 +1,70 @@
+"""Who waits for whom, when a run stands still."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from megatron_rl.orchestrator.state import RunState
+from megatron_rl.rollouts.fleet import Server
+from megatron_rl.wire.control import GroupReport, Order, ProbeOrder, WorkRequest
+
+_WAITS_FOR = {"/order": "an order", "/probe": "the probe's rollouts"}
+"""The trainer's questions, and what it waits for in them."""
+
+
+class Watchdog:
+    """Hears every message and every bit of progress. clock: seconds that never go back, whatever becomes of the wall clock."""
+
+    def __init__(self, stall_after_s: float, clock: Callable[[], float] = time.monotonic):
+        self._stall_after_s, self._clock = stall_after_s, clock
+        self._moved_at = self._told_at = clock()
+        self._trainer = "has said nothing yet: it loads its model, or its ranks wait for one another (logs/trainer-*.log)"
+        self._trainer_since = clock()
+        self._workers: dict[str, float] = {}
+
+    def hear(self, path: str, message: object) -> None:
+        """A message has come."""
+        if isinstance(message, WorkRequest | GroupReport):
+            self._workers[message.worker] = self._clock()
+        elif path in _WAITS_FOR:
+            self._trainer_does(f"waits for {_WAITS_FOR[path]}")
+
+    def answer(self, path: str, answer: object) -> None:
+        """We have answered a message. Nothing yet: the trainer asks again, and goes on waiting."""
+        if isinstance(answer, Order) and answer.kind != "wait":
+            self._trainer_does(f"carries out the order '{answer.kind}' (its ranks: logs/trainer-*.log)")
+        elif isinstance(answer, ProbeOrder) and answer.ready:
+            self._trainer_does("scores the probe")
+        elif path in ("/step", "/weights", "/probed", "/saved"):
+            self._trainer_does(f"goes on after its report {path}")
+
+    def _trainer_does(self, what: str) -> None:
+        if what != self._trainer:
+            self._trainer, self._trainer_since = what, self._clock()
+
+    def moved(self) -> None:
+        """A group or a step is finished."""
+        self._moved_at = self._told_at = self._clock()
+
+    def stall(self, step: int, state: RunState, servers: Sequence[Server]) -> str | None:
+        """The message, when there has been no progress for long; None otherwise."""
+        now = self._clock()
+        if now - self._told_at < self._stall_after_s:
+            return None
+        self._told_at = now
+        lines = [f"no group and no step has been finished for {now - self._moved_at:.0f} s:", self._trainer_line(step, state, now)]
+        lines += [self._worker_line(name, now) for name in self._workers] or ["no worker has asked for work yet"]
+        lines += [_server_line(server, state) for server in servers]
+        return "\n  ".join(lines)
+
+    def _trainer_line(self, step: int, state: RunState, now: float) -> str:
+        buffer = state.buffer
+        groups = f"{buffer.num_finished} of {buffer.prompts_per_step} groups are finished, {buffer.num_in_flight} in flight"
+        return f"the trainer, at step {step}, {self._trainer}, for {now - self._trainer_since:.0f} s; of its next batch {groups}"
+
+    def _worker_line(self, name: str, now: float) -> str:
+        return f"worker {name} was last heard {now - self._workers[name]:.0f} s ago"
+
+
+def _server_line(server: Server, state: RunState) -> str:
+    holds = "no known version" if server.version is None else f"version {server.version}"
+    return f"server {server.slot} at {server.url or '(starting)'} is {server.state}, holds {holds}, owes {state.in_flight[server.url]} groups"

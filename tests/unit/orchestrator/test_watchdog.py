@@ -1,0 +1,61 @@
+"""A stall becomes a message that says who waits for whom."""
+
+from megatron_rl.config import Config
+from megatron_rl.orchestrator.state import RunState
+from megatron_rl.orchestrator.watchdog import Watchdog
+from megatron_rl.rollouts.fleet import Server
+from megatron_rl.wire.control import Order, OrderRequest, WorkRequest
+
+SECTIONS = {"run": {"name": "t", "steps": 6}, "model": {"path": "/m"}, "task": {"name": "t"}, "rollouts": {"prompts_per_step": 3}}
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def stalled():
+    clock = Clock()
+    watchdog, state = Watchdog(60.0, clock), RunState.new(Config.model_validate(SECTIONS))
+    servers = [Server(0, "ready", "http://s0", 4), Server(1, "starting")]
+    return clock, watchdog, lambda: watchdog.stall(4, state, servers), state
+
+
+def test_silence_is_no_stall_before_its_time_and_is_told_again_later():
+    clock, watchdog, stall, _ = stalled()
+    assert stall() is None
+    clock.now += 61
+    assert stall().startswith("no group and no step has been finished for 61 s:")
+    assert stall() is None
+    clock.now += 61
+    assert "for 122 s" in stall()
+    watchdog.moved()
+    clock.now += 59
+    assert stall() is None
+
+
+def test_it_names_who_waits_for_whom():
+    clock, watchdog, stall, state = stalled()
+    watchdog.hear("/work", WorkRequest("node7-12", slots=1))
+    watchdog.hear("/order", OrderRequest(4))
+    state.begin("http://s0", 4)
+    clock.now += 30
+    watchdog.answer("/order", Order("wait"))
+    watchdog.hear("/order", OrderRequest(4))
+    clock.now += 40
+    message = stall()
+    assert "the trainer, at step 4, waits for an order, for 70 s; of its next batch 0 of 3 groups are finished, 1 in flight" in message
+    assert "worker node7-12 was last heard 70 s ago" in message
+    assert "server 0 at http://s0 is ready, holds version 4, owes 1 groups" in message
+    assert "server 1 at (starting) is starting, holds no known version" in message
+
+
+def test_a_trainer_that_does_not_come_back_from_an_order_is_named():
+    clock, watchdog, stall, _ = stalled()
+    watchdog.hear("/order", OrderRequest(4))
+    clock.now += 5
+    watchdog.answer("/order", Order("train", "plans/step_000004.json"))
+    clock.now += 65
+    assert "carries out the order 'train' (its ranks: logs/trainer-*.log), for 65 s" in stall()
