@@ -22,6 +22,9 @@ import httpx
 from megatron_rl.processes import PortError, ProcessError
 from megatron_rl.rollouts.errors import ServerError
 
+MAX_CHECKS_PER_S = 64.0
+"""Of all servers together: a check costs the orchestrator a millisecond, and what fails in between shows in its groups at once."""
+
 State = Literal["starting", "up", "ready", "suspect", "dead", "given_up"]
 
 
@@ -41,6 +44,7 @@ class ServerHandle(Protocol):
 class FleetLimits:
     start_timeout_s: float = 600.0
     check_every_s: float = 2.0
+    """Of each server; a large fleet is checked more slowly, see MAX_CHECKS_PER_S."""
     check_timeout_s: float = 10.0
     max_failed_checks: int = 3
     """Health checks in a row."""
@@ -96,6 +100,11 @@ class Fleet:
         self.events: asyncio.Queue[FleetEvent] = asyncio.Queue()
         self._start, self._check, self._limits = start, check, limits
         self._nudge = [asyncio.Event() for _ in range(count)]
+
+    @property
+    def check_every_s(self) -> float:
+        """Seconds between two checks of one server."""
+        return max(self._limits.check_every_s, len(self.servers) / MAX_CHECKS_PER_S)
 
     def ready(self) -> list[Server]:
         """Servers that take new groups."""
@@ -212,7 +221,7 @@ class Fleet:
     async def _wait_for_next_check(self, server: Server) -> None:
         nudge = self._nudge[server.slot]
         try:
-            async with asyncio.timeout(self._limits.check_every_s):
+            async with asyncio.timeout(self.check_every_s):
                 await nudge.wait()
         except TimeoutError:
             pass
