@@ -278,7 +278,10 @@ def _answer(contract: ModelContract, rng: np.random.Generator) -> dict:
     file = io.BytesIO()
     np.save(file, routes)
     logprobs = np.where(sizes == 1, 0.0, -rng.random(COMPLETION))
-    content = [{"token": f"token_id:{t}", "logprob": float(p), "bytes": None, "top_logprobs": []} for t, p in zip(tokens, logprobs, strict=True)]
+    content = [
+        {"token": f"token_id:{t}", "logprob": float(p), "bytes": None, "top_logprobs": []}
+        for t, p in zip(tokens, logprobs, strict=True)
+    ]
     choice = {"index": 0, "logprobs": {"content": content}, "finish_reason": "stop", "token_ids": tokens, "sampling_mask": sets,
               "routed_experts": base64.b64encode(file.getvalue()).decode()}  # fmt: skip
     return {"choices": [choice]}
@@ -294,7 +297,11 @@ def measure_weight_planning() -> dict[str, float]:
     ]
     began = time.process_time()
     buckets = plan_buckets(metas, 64 << 20)
-    return {"weight_plan_cpu_s": time.process_time() - began, "weight_plan_buckets": len(buckets), "weight_plan_tensors": len(metas)}
+    return {
+        "weight_plan_cpu_s": time.process_time() - began,
+        "weight_plan_buckets": len(buckets),
+        "weight_plan_tensors": len(metas),
+    }
 
 
 def report(numbers: dict[str, float], servers: int, disk_gb_per_s: float) -> str:
@@ -303,18 +310,18 @@ def report(numbers: dict[str, float], servers: int, disk_gb_per_s: float) -> str
     checks = n["health_checks_per_s"] * n["health_check_cpu_s"]  # cores; the same for every large fleet
     written_gb_per_s = rate * n["worker_bytes_written_per_1000_rollouts"] / 1e12
     return "\n".join([
-        f"orchestrator   {n['orchestrator_cpu_s_per_1000_rollouts']:.2f} CPU s per 1000 rollouts (with its HTTP), "
-        f"{n['health_checks_per_s']:.0f} health checks/s of {1e3 * n['health_check_cpu_s']:.2f} ms",
-        f"               {servers} servers at {ROLLOUTS_PER_MINUTE} rollouts a minute: {n['orchestrator_cores']:.2f} cores; "
-        f"one core carries about {servers * (1 - checks) / (n['orchestrator_cores'] - checks):.0f} servers",
-        f"worker         {n['worker_cpu_s_per_1000_rollouts']:.0f} CPU s per 1000 rollouts of {COMPLETION} tokens "
+        (f"orchestrator   {n['orchestrator_cpu_s_per_1000_rollouts']:.2f} CPU s per 1000 rollouts (with its HTTP), "
+        f"{n['health_checks_per_s']:.0f} health checks/s of {1e3 * n['health_check_cpu_s']:.2f} ms"),
+        (f"               {servers} servers at {ROLLOUTS_PER_MINUTE} rollouts a minute: {n['orchestrator_cores']:.2f} cores; "
+        f"one core carries about {servers * (1 - checks) / (n['orchestrator_cores'] - checks):.0f} servers"),
+        (f"worker         {n['worker_cpu_s_per_1000_rollouts']:.0f} CPU s per 1000 rollouts of {COMPLETION} tokens "
         f"(decode {n['worker_decode_cpu_s_per_1000_rollouts']:.0f}, check {n['worker_check_cpu_s_per_1000_rollouts']:.0f}, "
         f"write {n['worker_write_cpu_s_per_1000_rollouts']:.0f}); {n['worker_bytes_received_per_1000_rollouts'] / 1e9:.2f} GB in, "
-        f"{n['worker_bytes_written_per_1000_rollouts'] / 1e9:.2f} GB out",
-        f"               beside a server of {TOKENS_PER_S} tokens/s: {n['worker_cores_per_server']:.2f} cores; "
-        f"one core carries {TOKENS_PER_S / n['worker_cores_per_server']:.0f} tokens/s",
-        f"spool          {n['spool_bytes_per_step'] / 1e9:.1f} GB per step of {n['rollouts_per_step']:.0f} rollouts; {written_gb_per_s:.2f} GB/s "
-        f"from {servers} servers; a filesystem of {disk_gb_per_s:g} GB/s carries {servers * disk_gb_per_s / written_gb_per_s:.0f} servers",
+        f"{n['worker_bytes_written_per_1000_rollouts'] / 1e9:.2f} GB out"),
+        (f"               beside a server of {TOKENS_PER_S} tokens/s: {n['worker_cores_per_server']:.2f} cores; "
+        f"one core carries {TOKENS_PER_S / n['worker_cores_per_server']:.0f} tokens/s"),
+        (f"spool          {n['spool_bytes_per_step'] / 1e9:.1f} GB per step of {n['rollouts_per_step']:.0f} rollouts; {written_gb_per_s:.2f} GB/s "
+        f"from {servers} servers; a filesystem of {disk_gb_per_s:g} GB/s carries {servers * disk_gb_per_s / written_gb_per_s:.0f} servers"),
         f"weight update  {n['weight_plan_tensors']:.0f} tensors in {n['weight_plan_buckets']:.0f} buckets, planned in {n['weight_plan_cpu_s']:.2f} CPU s",
     ])  # fmt: skip
 
