@@ -117,6 +117,7 @@ def test_a_killed_server_is_replaced_and_ctrl_c_leaves_a_checkpoint(tmp_path):
         metrics = RunFolder(folder).metrics_file
         assert eventually(lambda: metrics.exists() and len(read_rows(metrics)) >= 1, 200)
         server = next(int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if _is_server(p, folder))
+        key = key_of(server)
         os.kill(server, signal.SIGKILL)
         steps_before = len(read_rows(metrics))
         assert eventually(lambda: len(read_rows(metrics)) >= steps_before + 3, 200)
@@ -129,6 +130,16 @@ def test_a_killed_server_is_replaced_and_ctrl_c_leaves_a_checkpoint(tmp_path):
     assert process.returncode == 0, output
     assert RunFolder(folder).latest_checkpoint() is not None
     assert eventually(lambda: not processes_of(folder), 15), processes_of(folder)
+    assert key.encode() not in output.encode()
+    assert not [file for file in folder.rglob("*") if file.is_file() and key.encode() in file.read_bytes()]
+
+
+def key_of(server: int) -> str:
+    """The run's key: in the server's environment, on no command line."""
+    environment = dict(word.split("=", 1) for word in Path(f"/proc/{server}/environ").read_text().split("\0") if "=" in word)
+    key = environment["MEGATRON_RL_KEY"]
+    assert len(key) == 32 and key not in Path(f"/proc/{server}/cmdline").read_text()
+    return key
 
 
 def test_kill_9_of_the_program_leaves_no_process_behind(tmp_path):
