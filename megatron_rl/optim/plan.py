@@ -6,7 +6,6 @@ logical matrices and sends the pieces of the update back. This goes in rounds of
 beside the work of another.
 """
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -57,7 +56,8 @@ def stage_tasks(placement: Placement, stage: int, steps: int) -> list[Task]:
 
 def plan_rounds(tasks: Sequence[Task], num_ranks: int, elements_per_round: int) -> list[Round]:
     """Rounds of neighbouring layers that reach `elements_per_round`, each shared out by cost: the most expensive task first, to the
-    rank with the least work so far, this and the earlier rounds together. Experts come before what more ranks can take."""
+    rank with the least work so far, this and the earlier rounds together: the few large matrices
+    of attention are spread first, and the experts fill what is left."""
     loads = [0] * num_ranks
     return [_share_out(tuple(group), loads) for group in _whole_layers(tasks, elements_per_round)]
 
@@ -86,15 +86,8 @@ def _whole_layers(tasks: Sequence[Task], elements: int) -> Iterable[list[Task]]:
 
 def _share_out(tasks: tuple[Task, ...], loads: list[int]) -> Round:
     """Raises `loads` by what it gives out."""
-    by_sharers: dict[tuple[int, ...], list[int]] = {}
-    for number, task in enumerate(tasks):
-        by_sharers.setdefault(task.sharers, []).append(number)
     owners = [0] * len(tasks)
-    for sharers in sorted(by_sharers, key=len):
-        waiting = [(loads[rank], rank) for rank in sharers]
-        heapq.heapify(waiting)
-        for number in sorted(by_sharers[sharers], key=lambda number: -tasks[number].flops):
-            load, rank = waiting[0]
-            owners[number], loads[rank] = rank, load + tasks[number].flops
-            heapq.heapreplace(waiting, (loads[rank], rank))
+    for number in sorted(range(len(tasks)), key=lambda number: -tasks[number].flops):
+        owners[number] = min(tasks[number].sharers, key=lambda rank: loads[rank])
+        loads[owners[number]] += tasks[number].flops
     return Round(tasks, tuple(owners))
