@@ -146,7 +146,7 @@ def test_kill_9_of_the_program_leaves_no_process_behind(tmp_path):
     folder = tmp_path / "killed"
     process = subprocess.Popen(command(folder), cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        assert eventually(lambda: len(processes_of(folder)) >= 5, 200)  # itself, server, worker, two ranks
+        assert eventually(lambda: len(processes_of(folder)) >= 4, 200)  # server, worker, two ranks; the program names the folder in two words
     finally:
         process.kill()
         process.wait()
