@@ -28,9 +28,9 @@ SMALL: dict[str, dict[str, Any]] = {
     for file in ("small_models.json", "small_families.json")
     for name, config in json.loads((DATA / file).read_text()).items()
 }
-# Head sizes and latent widths that vLLM's CPU kernels have.
-HEADS = {"head_dim": 32, "hidden_size": 48}
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "hidden_size": 48}
+# Hidden and head sizes and latent widths that vLLM's CPU kernels have.
+HEADS = {"head_dim": 32, "hidden_size": 64}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "hidden_size": 64}
 # vLLM reads from config.json what transformers takes for granted.
 DEEPSEEK = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 FAMILIES = {
