@@ -25,6 +25,8 @@ from megatron_rl.config.sections import (
 )  # fmt: skip
 from megatron_rl.topology import Layout
 
+LAST_PORT = 65535
+
 
 class Config(Section):
     run: Run
@@ -184,6 +186,12 @@ def _split_divides(c: Config) -> str | None:
     return None
 
 
+def _ports_exist(c: Config) -> str | None:
+    if c.servers.first_port + c.servers.count - 1 > LAST_PORT:
+        return f"servers.first_port = {c.servers.first_port} with servers.count = {c.servers.count} goes beyond port {LAST_PORT}; 0 takes free ports"
+    return None
+
+
 def _turns_need_environment(c: Config) -> str | None:
     if c.rollouts.max_turns > 1 and c.task.environment is None:
         return f"rollouts.max_turns = {c.rollouts.max_turns} needs task.environment, a function that answers the policy's turns"
@@ -204,5 +212,5 @@ def _muon_is_asked_for(c: Config) -> str | None:
 
 _RULES = (
     _one_model, _one_task, _layout_divides, _completion_fits, _sequence_fits_microbatch, _keep_sets_are_bounded, _correction_counts_once,
-    _correction_range, _split_divides, _learning_rates, _muon_is_asked_for, _turns_need_environment,
+    _correction_range, _split_divides, _learning_rates, _muon_is_asked_for, _ports_exist, _turns_need_environment,
 )  # fmt: skip

@@ -27,6 +27,9 @@ REFUSED = [
     ({"objective": {"old_policy": "rollout"}}, "counted twice"),
     ({"objective": {"correction_low": 2.0}}, "has to be below correction_high"),
     ({"trainer": {"updates_per_step": 3}}, "not a multiple"),
+    ({"servers": {"first_port": 65535, "count": 2}}, "goes beyond port 65535"),
+    ({"optimizer": {"learning_rate": float("inf")}}, "finite"),
+    ({"servers": {"request_timeout_s": float("inf")}}, "finite"),
     ({"optimizer": {"min_learning_rate": 1.0}}, "min_learning_rate"),
     ({"optimizer": {"muon": {"qk_clip": 100.0}}}, "optimizer.name = 'adamw'"),
 ]
@@ -50,6 +53,7 @@ def test_several_broken_rules_are_said_together():
     [
         {"objective": {"old_policy": "rollout", "correction": "none"}},
         {"trainer": {"max_tokens_per_microbatch": 4096}},
+        {"servers": {"first_port": 65534, "count": 2}},
         {"rollouts": {"keep_set_source": "processed_logprobs", "top_k": 64}},
         {"layout": {"world_size": 4, "tensor": 2, "expert": 2}},
     ],
