@@ -225,6 +225,27 @@ class WeightSync(Section):
     """Largest mean |log p_trainer - log p_rollout| of a probe; above it the server leaves the fleet. None: 1e-4 in float32, 0.1 in bfloat16."""
 
 
+class Precision(Section):
+    """Four-bit weights (NVFP4) in training and on the rollout servers."""
+
+    training: Literal["full", "qat", "native"] = "full"
+    """full: `model.dtype`. qat: forward passes use weights that have been through NVFP4, which are those that the servers hold with
+    rollouts = "nvfp4"; gradients go straight through to the weights. native: Megatron's fp4 training by Transformer Engine's
+    NVFP4BlockScaling recipe, on Blackwell GPUs only."""
+    rollouts: Literal["full", "nvfp4"] = "full"
+    """nvfp4: the servers get packed NVFP4 weights. On a CPU they unpack them into `model.dtype`."""
+    activations: Literal["full", "nvfp4"] = "full"
+    """nvfp4: with training = "qat", inputs of the quantised linear maps go through NVFP4, too (W4A4); gradients go straight through."""
+    activation_amax: Annotated[float, Field(gt=0.0)] = 256.0
+    """The one magnitude that the global scale of all quantised activations comes from; larger inputs are cut off at it."""
+    modules: list[Literal["attention", "mlp", "experts"]] = ["attention", "mlp", "experts"]
+    """Which linear maps are quantised: those of attention, of dense MLPs and shared experts, of routed experts. Embeddings, output layer,
+    routers and norms never are."""
+    exclude: list[str] = []
+    """Modules that stay as they are, by Hugging Face names, whole segments from the first on: "model.layers.0", "model.layers.*.self_attn".
+    A segment may hold *, ? and [...]."""
+
+
 class Checkpoint(Section):
     every: Positive = 20
     """Steps between checkpoints; one is also written at the end and on Ctrl-C."""

@@ -14,6 +14,7 @@ from megatron_rl.config.sections import (
     Muon,
     Objective,
     Optimizer,
+    Precision,
     Rollouts,
     Run,
     Section,
@@ -40,6 +41,7 @@ class Config(Section):
     objective: Objective = Objective()
     supervised: Supervised = Supervised()
     weight_sync: WeightSync = Field(default_factory=WeightSync)
+    precision: Precision = Precision()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
 
@@ -210,7 +212,39 @@ def _muon_is_asked_for(c: Config) -> str | None:
     return None
 
 
+def _same_weights_on_both_sides(c: Config) -> str | None:
+    """Whoever wants trainer and servers to differ, to see what it does, says by how much."""
+    quantised = [side for side, value in (("training", c.precision.training), ("rollouts", c.precision.rollouts)) if value in ("qat", "nvfp4")]
+    if len(quantised) == 1 and c.weight_sync.probe_tolerance is None:
+        return (
+            f"precision.training = '{c.precision.training}' with precision.rollouts = '{c.precision.rollouts}': trainer and servers hold "
+            "different weights; use 'qat' with 'nvfp4', or set weight_sync.probe_tolerance to the difference that you accept"
+        )
+    return None
+
+
+def _activations_have_their_mode(c: Config) -> str | None:
+    p = c.precision
+    if p.activations == "full":
+        return None
+    if p.training != "qat":
+        return f"precision.activations = 'nvfp4' needs precision.training = 'qat', not '{p.training}'"
+    if c.device == "cpu" and c.weight_sync.probe_tolerance is None:
+        return (
+            "precision.activations = 'nvfp4' on a CPU: the servers there multiply whole activations; set weight_sync.probe_tolerance to the "
+            "difference that you accept"
+        )
+    return None
+
+
+def _native_fp4_has_a_gpu(c: Config) -> str | None:
+    if c.precision.training == "native" and c.device == "cpu":
+        return "precision.training = 'native' needs a Blackwell GPU and Transformer Engine; on a CPU use 'qat'"
+    return None
+
+
 _RULES = (
     _one_model, _one_task, _layout_divides, _completion_fits, _sequence_fits_microbatch, _keep_sets_are_bounded, _correction_counts_once,
-    _correction_range, _split_divides, _learning_rates, _muon_is_asked_for, _ports_exist, _turns_need_environment,
+    _correction_range, _split_divides, _learning_rates, _muon_is_asked_for, _ports_exist, _turns_need_environment, _same_weights_on_both_sides,
+    _activations_have_their_mode, _native_fp4_has_a_gpu,
 )  # fmt: skip

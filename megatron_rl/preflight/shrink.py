@@ -84,7 +84,8 @@ def shrunk_model(hf_config: Mapping[str, Any], layout: Layout) -> dict[str, Any]
 
 
 def shrunk_config(config: Config, model: Mapping[str, Any], layout: Layout) -> Config:
-    """The user's run with this model and layout, in fp32 on the CPU, both replays on, without a reference policy."""
+    """The user's run with this model and layout, in fp32 on the CPU, both replays on, without a reference policy and without NVFP4,
+    whose blocks the small widths do not divide into."""
     tree = config.model_dump()
     changes: dict[str, dict[str, Any]] = {
         "run": {"device": "cpu"},
@@ -106,6 +107,7 @@ def shrunk_config(config: Config, model: Mapping[str, Any], layout: Layout) -> C
         "optimizer": {"epsilon": 1e-6},
         "objective": {"kl_coefficient": 0.0, "keep_set_replay": True, "routing_replay": True},
         "weight_sync": {"transport": "gloo", "probe_tolerance": None},
+        "precision": {"training": "full", "rollouts": "full", "activations": "full"},
         "metrics": {"entropy_full_tokens": 0},
     }  # fmt: skip
     for section, values in changes.items():

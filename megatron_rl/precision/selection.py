@@ -1,0 +1,89 @@
+"""Which matrices of a model are quantised."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from megatron_rl.layouts import Parameter, ParameterTable, Role
+from megatron_rl.precision.nvfp4 import BLOCK, QuantisationError
+
+ROLES = {"attention": Role.ATTENTION, "mlp": Role.MLP, "experts": Role.EXPERT}
+"""By the words of the configuration."""
+
+
+class Selection:
+    """The quantised parameters of one model, and who shares a global scale with whom.
+
+    modules: of ROLES. exclude: patterns of Hugging Face module names, matched segment by segment from the first on. QuantisationError
+    lists all that NVFP4 or a server's fused matrices do not allow.
+    """
+
+    def __init__(self, table: ParameterTable, modules: Sequence[str] = tuple(ROLES), exclude: Sequence[str] = ()) -> None:
+        roles = {ROLES[name] for name in modules}
+        candidates = [parameter for parameter in table.parameters if parameter.role.has_matrices and parameter.role in roles]
+        left_out = {name for parameter in candidates for name in module_names(parameter) if _matches_any(name, exclude)}
+        self.parameters = tuple(p for p in candidates if not left_out.issuperset(module_names(p)))
+        _raise(
+            _unknown_patterns(table, exclude) + _torn(candidates, left_out) + _stacked(self.parameters) + _uneven(self.parameters)
+        )
+        self.groups: tuple[str, ...] = tuple(dict.fromkeys(_group(parameter) for parameter in self.parameters))
+        """Names of the quantisation groups, each with one global scale, in the model's order."""
+        self.group_of: dict[str, str] = {t.name: _group(p) for p in self.parameters for t in p.hf}
+        """By the Hugging Face name of a quantised tensor."""
+
+    @property
+    def names(self) -> set[str]:
+        """Megatron's names, with global numbers."""
+        return {parameter.name for parameter in self.parameters}
+
+
+def module_names(parameter: Parameter) -> list[str]:
+    """Hugging Face names of the linear maps that it is made of."""
+    return [tensor.name.removesuffix(".weight") for tensor in parameter.hf]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether the pattern is the module or one above it."""
+    segments, wanted = name.split("."), pattern.split(".")
+    return len(wanted) <= len(segments) and all(map(fnmatchcase, segments, wanted))
+
+
+def _matches_any(name: str, patterns: Iterable[str]) -> bool:
+    return any(matches(name, pattern) for pattern in patterns)
+
+
+def _group(parameter: Parameter) -> str:
+    assert parameter.quantisation_group is not None, f"{parameter.name} has no matrices"
+    return parameter.quantisation_group
+
+
+def _unknown_patterns(table: ParameterTable, exclude: Sequence[str]) -> list[str]:
+    modules = [name for parameter in table.parameters for name in module_names(parameter)]
+    return [f"exclude: {pattern!r} is the name of no module" for pattern in exclude if not any(matches(m, pattern) for m in modules)]
+
+
+def _torn(candidates: Sequence[Parameter], left_out: set[str]) -> list[str]:
+    """What a server multiplies with in one matrix, or in one kernel (all experts of a layer), is quantised whole or not at all."""
+    fused: dict[object, set[str]] = defaultdict(set)
+    for parameter in candidates:
+        fused[("experts of layer", parameter.layer) if parameter.is_expert else _group(parameter)].update(module_names(parameter))
+    return [
+        f"exclude: leaves out {', '.join(sorted(names & left_out)[:3])} but not {', '.join(sorted(names - left_out)[:3])}, which servers fuse"
+        for names in fused.values()
+        if names & left_out and names - left_out
+    ]
+
+
+def _stacked(parameters: Sequence[Parameter]) -> list[str]:
+    names = sorted({tensor.name for parameter in parameters for tensor in parameter.hf if tensor.index is not None})
+    return [f"{name}: all experts are one tensor (GPT-OSS), for which servers have no NVFP4 format; exclude it" for name in names]
+
+
+def _uneven(parameters: Sequence[Parameter]) -> list[str]:
+    shapes = {(parameter.template, parameter.shape) for parameter in parameters if parameter.shape[-1] % BLOCK}
+    return [f"{name}: {shape[-1]} inputs are no multiple of {BLOCK}; exclude it" for name, shape in sorted(shapes)]
+
+
+def _raise(problems: Sequence[str]) -> None:
+    if problems:
+        raise QuantisationError("this model cannot be quantised so:\n  " + "\n  ".join(problems))
