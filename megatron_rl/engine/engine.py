@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from megatron_rl.engine.batch import DeviceMicrobatch, to_device
 from megatron_rl.engine.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.engine.clock import Clock
 from megatron_rl.engine.context import SequenceSlice
+from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.engine.gather import HfTensors
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.head import Head, Loss
-from megatron_rl.engine.model import Backend, build_chunks, mark_parameters, tensor_of, wrap_for_training
+from megatron_rl.engine.model import Backend, PolicyModel, build_chunks, mark_parameters, tensor_of, wrap_for_training
 from megatron_rl.engine.muon import Muon
 from megatron_rl.engine.optimizer import build_optimizer, check_gradients, muon_rates, set_rates
 from megatron_rl.engine.qk_clip import QkClip
+from megatron_rl.engine.quantisation import Nvfp4Tensors, PolicyQuantiser, quantise_inputs, selection_of
 from megatron_rl.engine.replay import Routes, RoutingReplay, make_routes
 from megatron_rl.engine.schedule import Schedule
 from megatron_rl.engine.state import state_tensors
@@ -59,6 +61,11 @@ class Engine:
         mark_parameters(chunks, self.placement, groups.rank)
         self._held = list(self.placement.held_by(groups.rank).values())
         self._parameters = {(held.chunk, held.name): tensor_of(chunks[held.chunk], held.name) for held in self._held}
+        self._quantiser = PolicyQuantiser(
+            selection_of(config.precision, self.table), ((held, self._parameter(held)) for held in self._held), groups.device
+        )
+        if config.precision.activations == "nvfp4":
+            self._quantise_inputs(chunks)
         self._fill(weights)
         self._replay = RoutingReplay(chunks)
         self._models = wrap_for_training(chunks)
@@ -112,6 +119,7 @@ class Engine:
         before_update_s = self._clock.read()
         self._set_rates(learning_rate)
         _, grad_norm, _ = self._optimizer.step()
+        self._quantiser.weights_changed()
         done = time.perf_counter()
         with self._clock:
             metrics = merge(part.metrics() for part in measured)
@@ -128,7 +136,8 @@ class Engine:
         """Log-probabilities and entropies under the current weights, for this rank's microbatches, on every rank of its
         pipeline."""
         prepared = self._prepare(microbatches, None, None)
-        kept = self._schedule.run(prepared, self._scored, forward_only=True)
+        with self._policy_weights():
+            kept = self._schedule.run(prepared, self._scored, forward_only=True)
         flat = torch.zeros(2, sum(m.num_positions for m in microbatches), device=self.groups.device)
         if self.groups.is_last_stage:
             torch.cat([torch.stack(pair) for pair in kept], dim=1, out=flat)
@@ -169,6 +178,7 @@ class Engine:
 
     def load(self, folder: Path) -> int:
         """Model and optimizer from a folder that `save` wrote, at this or any other layout; returns its step."""
+        self._quantiser.weights_changed()
         return load_checkpoint(folder, self._models, self._optimizer, self.table.architecture, self.config)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
@@ -181,6 +191,12 @@ class Engine:
         return HfTensors(
             self.placement, self.groups.rank, self.groups.device, getattr(torch, self.config.model.dtype), self._parameter
         )
+
+    def rollout_tensors(self) -> HfTensors | Nvfp4Tensors:
+        """The policy as the rollout servers take it: as `hf_tensors`, or with NVFP4 weights packed."""
+        if self.config.precision.rollouts == "full":
+            return self.hf_tensors()
+        return Nvfp4Tensors(self.hf_tensors(), self._quantiser)
 
     def full_gradients(self, microbatches: Sequence[Microbatch], loss: Loss, denominators: Denominators) -> HfTensors:
         """Gradients of the step's loss, fp32, under Hugging Face names, gathered to rank 0 as they are iterated. No update is
@@ -198,6 +214,22 @@ class Engine:
         if self._muon:
             self._muon.rates = muon_rates(section, learning_rate)
 
+    def _policy_weights(self) -> AbstractContextManager[None]:
+        """For passes: what the policy multiplies with."""
+        return self._quantiser.applied() if self.config.precision.training == "qat" else nullcontext()
+
+    def _quantise_inputs(self, chunks: Sequence[PolicyModel]) -> None:
+        if self.backend.transformer_engine:
+            raise UnsupportedModelError(
+                "precision.activations = 'nvfp4': Transformer Engine's linear maps begin with a fused norm, before which nothing can be "
+                "quantised; train with precision.training = 'native', or leave activations whole"
+            )
+        names = self._quantiser.selection.names
+        modules = [
+            chunks[held.chunk].get_submodule(held.name.rpartition(".")[0]) for held in self._held if held.parameter.name in names
+        ]
+        quantise_inputs(modules, self.config.precision.activation_amax, self.groups.device)
+
     def _parameter(self, held: HeldParameter) -> Tensor:
         return self._parameters[held.chunk, held.name]
 
@@ -207,6 +239,7 @@ class Engine:
 
     @torch.no_grad()
     def _fill(self, weights: Mapping[str, Tensor]) -> None:
+        self._quantiser.weights_changed()
         for held in self._held:
             self._parameter(held).copy_(held.shard_from_hf(weights))
 
@@ -247,7 +280,8 @@ class Engine:
         def finish(hidden: Tensor, microbatch: DeviceMicrobatch) -> tuple[Tensor, Measured]:
             return self._head.loss(hidden, self._last_chunk.output_weight, microbatch, loss, denominators, self._clock)
 
-        return self._schedule.run(prepared, finish, reduce_fully=reduce_fully)
+        with self._policy_weights():
+            return self._schedule.run(prepared, finish, reduce_fully=reduce_fully)
 
     def _scored(self, hidden: Tensor, microbatch: DeviceMicrobatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return hidden.new_zeros(()), self._head.log_probs(hidden, self._last_chunk.output_weight, microbatch)
@@ -277,6 +311,7 @@ class Engine:
     @torch.no_grad()
     def _swap_reference(self) -> None:
         """Exchange policy and reference in place, one tensor at a time: no second copy of the model is made on the device."""
+        self._quantiser.weights_changed()
         for key, parameter in self._parameters.items():
             current = parameter.cpu().clone()
             parameter.copy_(self._reference[key])

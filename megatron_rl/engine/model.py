@@ -30,6 +30,7 @@ from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.latent_attention import DOWN_PROJECTIONS, ReplicatedLinear, accept_plain_queries, accept_replicated_linear
 from megatron_rl.engine.norm import RMSNorm
+from megatron_rl.engine.quantisation import native_fp4_settings
 from megatron_rl.layouts import (
     CHECKPOINT,
     LOCAL,
@@ -106,7 +107,7 @@ def transformer_config(model: ModelArchitecture, config: Config, backend: Backen
         calculate_per_token_loss=True, deterministic_mode=config.run.deterministic,
         bias_activation_fusion=backend.transformer_engine, gradient_accumulation_fusion=backend.apex_gradient_fusion,
         **_parallel_settings(config), **expert_settings(model, grouped_products=backend.transformer_engine),
-        **_recompute_settings(model, config),
+        **_recompute_settings(model, config), **native_fp4_settings(config.precision, backend.transformer_engine),
     )  # fmt: skip
     for name, value in yarn_attributes(model.rope).items():
         setattr(settings, name, value)

@@ -1,1 +1,36 @@
-"""NVFP4."""
+"""NVFP4: numerics, which weights are quantised, and the forms in which they travel and are stored.
+
+selection = Selection(table, modules=["experts"], exclude=["model.layers.0"])
+quantised = quantise(matrix, amax)              # packed bytes, block scales, global scale; amax of all that shares the last
+dequantise(quantised), fake_quantise(matrix, amax)    # the same values, to the last bit
+"""
+
+from megatron_rl.precision.nvfp4 import (
+    BLOCK,
+    Nvfp4,
+    QuantisationError,
+    amax_of,
+    dequantise,
+    encoding_scale,
+    fake_quantise,
+    quantise,
+)
+from megatron_rl.precision.selection import Selection
+from megatron_rl.precision.stream import packed_specs, packed_tensors, quantised_stream
+from megatron_rl.precision.unpacking import Unpacker
+
+__all__ = [
+    "BLOCK",
+    "Nvfp4",
+    "QuantisationError",
+    "Selection",
+    "Unpacker",
+    "amax_of",
+    "dequantise",
+    "encoding_scale",
+    "fake_quantise",
+    "packed_specs",
+    "packed_tensors",
+    "quantise",
+    "quantised_stream",
+]

@@ -151,6 +151,8 @@ def _row_chunks(matrix: Tensor) -> list[slice]:
 
 def _check(matrix: Tensor, amax: Tensor) -> None:
     if matrix.dim() != 2 or matrix.shape[1] % BLOCK:
-        raise QuantisationError(f"shape {list(matrix.shape)}: NVFP4 takes matrices whose inputs, the columns, are a multiple of {BLOCK}")
+        raise QuantisationError(
+            f"shape {list(matrix.shape)}: NVFP4 takes matrices whose inputs, the columns, are a multiple of {BLOCK}"
+        )
     if not bool(torch.isfinite(amax)):
         raise QuantisationError(f"amax = {float(amax)}: NVFP4 has no scale for values that are not finite")

@@ -59,7 +59,9 @@ def _group(parameter: Parameter) -> str:
 
 def _unknown_patterns(table: ParameterTable, exclude: Sequence[str]) -> list[str]:
     modules = [name for parameter in table.parameters for name in module_names(parameter)]
-    return [f"exclude: {pattern!r} is the name of no module" for pattern in exclude if not any(matches(m, pattern) for m in modules)]
+    return [
+        f"exclude: {pattern!r} is the name of no module" for pattern in exclude if not any(matches(m, pattern) for m in modules)
+    ]
 
 
 def _torn(candidates: Sequence[Parameter], left_out: set[str]) -> list[str]:

@@ -20,8 +20,10 @@ class PolicySource:
     """The engine's weights as a sender wants them; a pass over them is a collective of the trainer's ranks."""
 
     def __init__(self, engine: Engine):
-        self._tensors = engine.hf_tensors()
-        self.metas = [WeightMeta(info.name, str(info.dtype).removeprefix("torch."), tuple(info.shape)) for info in self._tensors.metadata]
+        self._tensors = engine.rollout_tensors()
+        self.metas = [
+            WeightMeta(info.name, str(info.dtype).removeprefix("torch."), tuple(info.shape)) for info in self._tensors.metadata
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._tensors)
@@ -47,7 +49,13 @@ class Publisher:
             "sync_s": report.pause_s + report.transfer_s + report.resume_s, "sync_pause_s": report.pause_s,
             "sync_transfer_s": report.transfer_s, "sync_bytes": float(report.num_bytes),
         }  # fmt: skip
-        logger.info("version %d: %d servers hold it, failed: %s; %.2f s", version, len(report.held), dict(report.failed), metrics["sync_s"])
+        logger.info(
+            "version %d: %d servers hold it, failed: %s; %.2f s",
+            version,
+            len(report.held),
+            dict(report.failed),
+            metrics["sync_s"],
+        )
         self._steering.report(WeightsReport(version, report.held, dict(report.failed), metrics))
         return share(metrics)
 

@@ -7,6 +7,7 @@ import vllm
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.logger import init_logger
 
+from megatron_rl.precision.unpacking import Unpacker
 from megatron_rl.vllm_plugin.reload import LayerwiseReload, RefusedWeightError, pack_experts_on_reload
 from megatron_rl.vllm_plugin.versions import require_known_vllm
 from megatron_rl.wire.weights import (
@@ -92,21 +93,30 @@ class GlooWeightTransferEngine(WeightTransferEngine):
         if self._group is None:
             raise RuntimeError("update_weights came before init_weight_transfer_engine: this server is in no weight group")
         problems: list[str] = []
+        unpacker = self._unpacker(update_info.names)
         for bucket in update_info.buckets():
             # A fresh buffer each time: the reload keeps views of it until the modules that they belong to are complete.
             buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
             self._group.broadcast(buffer).wait()
             if not problems:
-                problems = self._load(bucket, buffer)
+                problems = self._load(bucket, buffer, unpacker)
+        if not problems and unpacker.incomplete:
+            problems = [f"of these weights only a part of the NVFP4 tensors came: {unpacker.incomplete}"]
         if problems:
             raise RefusedUpdateError("; ".join(problems))
         self._incoming_version = update_info.version
 
-    def _load(self, bucket: Bucket, buffer: torch.Tensor) -> list[str]:
+    def _unpacker(self, names: list[str]) -> Unpacker:
+        """A model that was built for NVFP4 takes packed weights as they are; any other gets their values."""
+        is_plain = self.model_config.quantization is None
+        return Unpacker(names if is_plain else [], self.model_config.dtype)
+
+    def _load(self, bucket: Bucket, buffer: torch.Tensor, unpacker: Unpacker) -> list[str]:
         """Load one bucket; the reasons for which it was refused."""
         try:
             for name, tensor in unpack_bucket(bucket, buffer):
-                self._reload.load(name, tensor)
+                if (whole := unpacker.add(name, tensor)) is not None:
+                    self._reload.load(*whole)
         except (ChecksumError, RefusedWeightError) as error:
             logger.exception("weight update refused")
             return [str(error)]

@@ -1,0 +1,160 @@
+"""NVFP4 in the trainer: the values that the servers hold, in place of the weights, for the length of a pass.
+
+The weights themselves stay what the optimizer updates and checkpoints keep. During passes each quantised parameter points at its NVFP4
+values instead, whatever module it belongs to; gradients are those with respect to these values and go straight through to the weights.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.config.sections import Precision
+from megatron_rl.engine.errors import UnsupportedModelError
+from megatron_rl.engine.gather import HfTensors, TensorInfo
+from megatron_rl.layouts import HeldParameter, ParameterTable
+from megatron_rl.precision import BLOCK, QuantisationError, Selection, amax_of, fake_quantise, packed_specs, quantised_stream
+
+
+class PolicyQuantiser:
+    """One rank's quantised parameters. Values are computed once for each state of the weights, however many passes use them.
+
+    parameters: of this rank, as it holds them. The global scales are those of whole matrices at any layout: a collective of all ranks.
+    """
+
+    def __init__(self, selection: Selection, parameters: Iterable[tuple[HeldParameter, Tensor]], device: torch.device) -> None:
+        self.selection = selection
+        number = {group: place for place, group in enumerate(selection.groups)}
+        chosen = [(held, tensor) for held, tensor in parameters if held.parameter.name in selection.names]
+        _check_cuts(held for held, _ in chosen)
+        self._tensors = [(number[held.parameter.quantisation_group], tensor) for held, tensor in chosen]
+        self._device = device
+        self._amaxes: Tensor | None = None
+        self._values: list[Tensor] | None = None
+
+    def weights_changed(self) -> None:
+        """What was computed is of no use any more."""
+        self._amaxes = self._values = None
+
+    def amaxes(self) -> dict[str, Tensor]:
+        """max |x| of each group, f32 []; QuantisationError names the groups where it is not finite."""
+        return dict(zip(self.selection.groups, self._over_ranks().unbind(), strict=True))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Passes inside see NVFP4 values."""
+        if self._values is None:
+            amaxes = self._over_ranks()
+            self._values = [fake_quantise(tensor.data, amaxes[group]) for group, tensor in self._tensors]
+        weights = [tensor.data for _, tensor in self._tensors]
+        self._point_at(self._values)
+        try:
+            yield
+        finally:
+            self._point_at(weights)
+
+    def _point_at(self, data: list[Tensor]) -> None:
+        for (_, tensor), new in zip(self._tensors, data, strict=True):
+            tensor.data = new
+
+    def _over_ranks(self) -> Tensor:
+        """[groups]: every rank has them all, also those of other stages and experts."""
+        if self._amaxes is None:
+            found = torch.zeros(len(self.selection.groups), device=self._device)
+            for group, tensor in self._tensors:
+                found[group] = torch.maximum(found[group], amax_of(tensor.data))
+            # A maximum over ranks may lose a NaN; infinity stays.
+            found.masked_fill_(found.isnan(), torch.inf)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            bad = [group for group, fine in zip(self.selection.groups, found.isfinite().tolist(), strict=True) if not fine]
+            if bad:
+                raise QuantisationError(f"weights that are not finite have no NVFP4 form: {', '.join(bad[:8])}")
+            self._amaxes = found
+        return self._amaxes
+
+
+class Nvfp4Tensors:
+    """The policy under Hugging Face names as HfTensors gives it, quantised matrices as ModelOpt's three tensors; iterating is a
+    collective. They are quantised as they pass, from the whole matrices: what the ranks' passes see, to the last bit."""
+
+    def __init__(self, tensors: HfTensors, quantiser: PolicyQuantiser) -> None:
+        self._tensors, self._quantiser = tensors, quantiser
+
+    @property
+    def metadata(self) -> list[TensorInfo]:
+        """Known on every rank, without communication."""
+        quantised = self._quantiser.selection.group_of
+        return [
+            found
+            for info in self._tensors.metadata
+            for found in (
+                [TensorInfo(*spec) for spec in packed_specs(info.name, info.shape)] if info.name in quantised else [info]
+            )
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
+        yield from quantised_stream(self._tensors, self._quantiser.selection.group_of, self._quantiser.amaxes())
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Activations [..., inputs] through NVFP4; the gradient as if nothing had been done."""
+
+    @staticmethod
+    def forward(ctx: Any, activations: Tensor, amax: Tensor) -> Tensor:
+        return fake_quantise(activations.flatten(0, -2), amax).view_as(activations)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def quantise_inputs(modules: Iterable[torch.nn.Module], amax: float, device: torch.device) -> None:
+    """From now on these linear maps multiply NVFP4 activations. The global scale is a constant: it depends neither on how tokens are cut
+    into microbatches nor on the layout, and servers have one that was fixed beforehand as well."""
+    limit = torch.tensor(amax, device=device)
+    for module in modules:
+        module.register_forward_pre_hook(partial(_with_quantised_input, limit))
+
+
+def _with_quantised_input(limit: Tensor, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (_StraightThrough.apply(inputs[0], limit), *inputs[1:])
+
+
+def native_fp4_settings(section: Precision, has_transformer_engine: bool) -> Mapping[str, Any]:
+    """Megatron's settings for training in fp4; UnsupportedModelError where Megatron would train in bf16 without a word."""
+    if section.training != "native":
+        return {}
+    if not has_transformer_engine:
+        raise UnsupportedModelError(
+            "precision.training = 'native' needs a Blackwell GPU and Transformer Engine, and this machine has not both"
+        )
+    from transformer_engine.common import recipe
+
+    capability = torch.cuda.get_device_capability()
+    if capability < (10, 0) or not hasattr(recipe, "NVFP4BlockScaling"):
+        raise UnsupportedModelError(
+            f"precision.training = 'native' needs a GPU of compute capability 10.0 or above (this one has {capability[0]}.{capability[1]}) "
+            "and a Transformer Engine with the NVFP4BlockScaling recipe (2.7 or later); use 'qat'"
+        )
+    return {"fp4": "e2m1", "fp4_recipe": "nvfp4"}
+
+
+def selection_of(section: Precision, table: ParameterTable) -> Selection:
+    """Of what is quantised on either side; of nothing where neither is."""
+    quantises = section.training == "qat" or section.rollouts == "nvfp4"
+    return Selection(table, section.modules if quantises else (), section.exclude if quantises else ())
+
+
+def _check_cuts(parameters: Iterable[HeldParameter]) -> None:
+    wrong = {
+        f"{held.parameter.template}: {held.parameter.shape[-1]} inputs over {held.num_shards} ranks are {held.shape[-1]} a rank, no multiple of "
+        f"{BLOCK}: NVFP4's blocks would be cut; use a smaller layout.tensor or layout.expert_tensor, or exclude it"
+        for held in parameters
+        if held.shape[-1] % BLOCK
+    }
+    if wrong:
+        raise QuantisationError("\n  ".join(sorted(wrong)))
