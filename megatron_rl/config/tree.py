@@ -237,6 +237,15 @@ def _activations_have_their_mode(c: Config) -> str | None:
     return None
 
 
+def _packed_weights_have_a_taker(c: Config) -> str | None:
+    if c.precision.rollouts == "nvfp4" and c.transport == "nccl":
+        return (
+            "precision.rollouts = 'nvfp4' over nccl: servers are not yet started with vLLM's own NVFP4 layers, which alone could take packed "
+            "weights there; use weight_sync.transport = 'gloo', whose engine unpacks them"
+        )
+    return None
+
+
 def _native_fp4_has_a_gpu(c: Config) -> str | None:
     if c.precision.training == "native" and c.device == "cpu":
         return "precision.training = 'native' needs a Blackwell GPU and Transformer Engine; on a CPU use 'qat'"
@@ -246,5 +255,5 @@ def _native_fp4_has_a_gpu(c: Config) -> str | None:
 _RULES = (
     _one_model, _one_task, _layout_divides, _completion_fits, _sequence_fits_microbatch, _keep_sets_are_bounded, _correction_counts_once,
     _correction_range, _split_divides, _learning_rates, _muon_is_asked_for, _ports_exist, _turns_need_environment, _same_weights_on_both_sides,
-    _activations_have_their_mode, _native_fp4_has_a_gpu,
+    _activations_have_their_mode, _packed_weights_have_a_taker, _native_fp4_has_a_gpu,
 )  # fmt: skip

@@ -26,13 +26,14 @@ from megatron_rl.engine.model import Backend, PolicyModel, build_chunks, mark_pa
 from megatron_rl.engine.muon import Muon
 from megatron_rl.engine.optimizer import build_optimizer, check_gradients, muon_rates, set_rates
 from megatron_rl.engine.qk_clip import QkClip
-from megatron_rl.engine.quantisation import Nvfp4Tensors, PolicyQuantiser, quantise_inputs, selection_of
+from megatron_rl.engine.quantisation import Nvfp4Tensors, PolicyQuantiser, quantise_inputs
 from megatron_rl.engine.replay import Routes, RoutingReplay, make_routes
 from megatron_rl.engine.schedule import Schedule
 from megatron_rl.engine.state import state_tensors
 from megatron_rl.layouts import HeldParameter, ParameterTable, Placement
 from megatron_rl.metrics import Metric, merge
 from megatron_rl.objective import Denominators, Measured
+from megatron_rl.precision import selection_of
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_rl.config.sections import Precision
 from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.engine.gather import HfTensors, TensorInfo
-from megatron_rl.layouts import HeldParameter, ParameterTable
-from megatron_rl.precision import BLOCK, QuantisationError, Selection, amax_of, fake_quantise, packed_specs, quantised_stream
+from megatron_rl.layouts import HeldParameter
+from megatron_rl.precision import QuantisationError, Selection, amax_of, check_cuts, fake_quantise, packed_specs, quantised_stream
 
 
 class PolicyQuantiser:
@@ -30,7 +30,7 @@ class PolicyQuantiser:
         self.selection = selection
         number = {group: place for place, group in enumerate(selection.groups)}
         chosen = [(held, tensor) for held, tensor in parameters if held.parameter.name in selection.names]
-        _check_cuts(held for held, _ in chosen)
+        check_cuts(held for held, _ in chosen)
         self._tensors = [(number[held.parameter.quantisation_group], tensor) for held, tensor in chosen]
         self._device = device
         self._amaxes: Tensor | None = None
@@ -141,20 +141,3 @@ def native_fp4_settings(section: Precision, has_transformer_engine: bool) -> Map
             "and a Transformer Engine with the NVFP4BlockScaling recipe (2.7 or later); use 'qat'"
         )
     return {"fp4": "e2m1", "fp4_recipe": "nvfp4"}
-
-
-def selection_of(section: Precision, table: ParameterTable) -> Selection:
-    """Of what is quantised on either side; of nothing where neither is."""
-    quantises = section.training == "qat" or section.rollouts == "nvfp4"
-    return Selection(table, section.modules if quantises else (), section.exclude if quantises else ())
-
-
-def _check_cuts(parameters: Iterable[HeldParameter]) -> None:
-    wrong = {
-        f"{held.parameter.template}: {held.parameter.shape[-1]} inputs over {held.num_shards} ranks are {held.shape[-1]} a rank, no multiple of "
-        f"{BLOCK}: NVFP4's blocks would be cut; use a smaller layout.tensor or layout.expert_tensor, or exclude it"
-        for held in parameters
-        if held.shape[-1] % BLOCK
-    }
-    if wrong:
-        raise QuantisationError("\n  ".join(sorted(wrong)))

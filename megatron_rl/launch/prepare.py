@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.conversion import CheckpointError, make_random_model, open_checkpoint
 from megatron_rl.layouts import ParameterTable, Placement
+from megatron_rl.precision import check_cuts, selection_of
 from megatron_rl.topology import Layout
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -41,6 +42,8 @@ def describe(hf_config: dict, config: Config) -> dict[str, object]:
     table = ParameterTable(hf_config, padded_vocab_size=layout.padded_vocab_size(int(hf_config.get("vocab_size", 0))))
     model = table.architecture
     placement = Placement(table, layout)
+    quantised = selection_of(config.precision, table).names
+    check_cuts(p for rank in range(layout.world_size) for p in placement.held_by(rank).values() if p.parameter.name in quantised)
     if config.model.max_sequence_length > model.max_position_embeddings:
         raise ConfigError(
             f"model.max_sequence_length = {config.model.max_sequence_length} is above the model's max_position_embeddings = "

@@ -15,7 +15,7 @@ from megatron_rl.precision.nvfp4 import (
     fake_quantise,
     quantise,
 )
-from megatron_rl.precision.selection import Selection
+from megatron_rl.precision.selection import Selection, check_cuts, selection_of
 from megatron_rl.precision.stream import packed_specs, packed_tensors, quantised_stream
 from megatron_rl.precision.unpacking import Unpacker
 
@@ -26,6 +26,7 @@ __all__ = [
     "Selection",
     "Unpacker",
     "amax_of",
+    "check_cuts",
     "dequantise",
     "encoding_scale",
     "fake_quantise",
@@ -33,4 +34,5 @@ __all__ = [
     "packed_tensors",
     "quantise",
     "quantised_stream",
+    "selection_of",
 ]

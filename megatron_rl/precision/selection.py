@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from megatron_rl.layouts import Parameter, ParameterTable, Role
+from megatron_rl.config.sections import Precision
+from megatron_rl.layouts import HeldParameter, Parameter, ParameterTable, Role
 from megatron_rl.precision.nvfp4 import BLOCK, QuantisationError
 
 ROLES = {"attention": Role.ATTENTION, "mlp": Role.MLP, "experts": Role.EXPERT}
@@ -35,6 +36,23 @@ class Selection:
     def names(self) -> set[str]:
         """Megatron's names, with global numbers."""
         return {parameter.name for parameter in self.parameters}
+
+
+def selection_of(section: Precision, table: ParameterTable) -> Selection:
+    """Of what is quantised on either side; of nothing where neither is."""
+    quantises = section.training == "qat" or section.rollouts == "nvfp4"
+    return Selection(table, section.modules if quantises else (), section.exclude if quantises else ())
+
+
+def check_cuts(parameters: Iterable[HeldParameter]) -> None:
+    """QuantisationError where a rank's shard would cut through blocks."""
+    wrong = {
+        f"{held.parameter.template}: {held.parameter.shape[-1]} inputs over {held.num_shards} ranks are {held.shape[-1]} a rank, no "
+        f"multiple of {BLOCK}: blocks would be cut; use a smaller layout.tensor or layout.expert_tensor, or exclude it"
+        for held in parameters
+        if held.shape[-1] % BLOCK
+    }
+    _raise(sorted(wrong))
 
 
 def module_names(parameter: Parameter) -> list[str]:
