@@ -9,11 +9,11 @@ from torch import Tensor
 from megatron_rl.engine import quantisation
 from megatron_rl.precision import amax_of, fake_quantise
 from tests.distributed.engine.cases import Run, Setting, by_sequence, copied, laid_out
-from tests.distributed.engine.subject import MODELS, weights_of
+from tests.distributed.engine.subject import CONFIGS, MODELS, weights_of
 
 MODEL = "qwen3_moe in blocks"
 """Every input dimension, and half of it, is a multiple of 16."""
-MODELS[MODEL] = MODELS["qwen3_moe"] | {"hidden_size": 48, "moe_intermediate_size": 96, "intermediate_size": 64, "head_dim": 16}
+MODELS[MODEL] = CONFIGS[MODEL] = MODELS["qwen3_moe"] | {"hidden_size": 48, "moe_intermediate_size": 96, "intermediate_size": 64, "head_dim": 16}
 
 QAT = {"precision": {"training": "qat", "rollouts": "nvfp4"}}
 
