@@ -11,6 +11,7 @@ This is Transformer Engine's arrangement, too.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -31,11 +32,17 @@ class SequenceSlice:
     @classmethod
     def of(cls, segment_ends: Sequence[int] | np.ndarray, size: int, rank: int) -> "SequenceSlice":
         """segment_ends: from 0 to N; each segment's length is a multiple of 2 x size, unless size is 1."""
-        held = [_held(segment_ends, size, other) for other in range(size)]
-        return cls(held[rank], np.argsort(np.concatenate(held)))
+        return _slice_of(tuple(map(int, segment_ends)), size, rank)
 
 
-def _held(segment_ends: Sequence[int] | np.ndarray, size: int, rank: int) -> np.ndarray:
+@lru_cache(maxsize=64)
+def _slice_of(segment_ends: tuple[int, ...], size: int, rank: int) -> SequenceSlice:
+    """Every layer of a microbatch asks for the same one, in the forward pass and in the recomputation."""
+    held = [_held(segment_ends, size, other) for other in range(size)]
+    return SequenceSlice(held[rank], np.argsort(np.concatenate(held)))
+
+
+def _held(segment_ends: tuple[int, ...], size: int, rank: int) -> np.ndarray:
     if size == 1:
         return np.arange(segment_ends[-1])
     parts = []

@@ -107,7 +107,8 @@ class Trainer:
         if self.steering:
             if self.fingerprint:  # before the report: a step that counts as done has one
                 self.fingerprint.write(self.folder.fingerprints)
-            write_scores(self.folder.scores_file(self.step - 1), self.scores)
+            if self.scores:
+                write_scores(self.folder.scores_file(self.step - 1), self.scores)
             self.steering.report(StepReport(self.step - 1, {**self._to_report, **metrics}))
         self._to_report = {}
 
@@ -131,8 +132,10 @@ class Trainer:
             )
             for part, batch, loss, of_old, of_reference in zip(parts, batches, keeping, old, reference, strict=True)
         ]
-        self.scores = self._shown_scores(parts, batches, keeping)
         metrics = _over_updates(updates)
+        updated = time.perf_counter()
+        self.scores = self._shown_scores(parts, batches, keeping)
+        metrics["own_s"] += time.perf_counter() - updated
         if self.config.fingerprints:
             metrics["fingerprint_s"] = self._take_fingerprint()
         metrics |= self._times(plan, metrics, step_s=time.perf_counter() - began, score_s=scored - assembled)
@@ -175,6 +178,8 @@ class Trainer:
         """What the loss saw of the step's shown rollouts, on rank 0. The last stage's ranks of a replica saw the same: one speaks."""
         own: dict[str, np.ndarray] = {}
         coords, count = self.groups.coords, self.config.metrics.examples_per_step
+        if not count:
+            return own
         if self.groups.is_last_stage and coords.tp == coords.cp == 0:
             for part, batch, loss in zip(parts, batches, kept, strict=True):
                 own |= completion_scores(batch, loss.log_probs, part.entries, shown_entries(part, count))

@@ -39,8 +39,9 @@ def completion_scores(
     """
     found = {}
     for microbatch, values in zip(microbatches, log_probs, strict=True):
-        host = values.float().cpu().numpy()
-        for number in shown.intersection(np.unique(microbatch.sequence[microbatch.loss_mask]).tolist()):
+        here = shown.intersection(np.unique(microbatch.sequence[microbatch.loss_mask]).tolist())
+        host = values.float().cpu().numpy() if here else None  # most microbatches hold none, and stay on the device
+        for number in here:
             places = np.flatnonzero((microbatch.sequence == number) & microbatch.loss_mask)
             of_completion = np.full(int(microbatch.completion_index[places].max()) + 1, np.nan, dtype=np.float32)
             of_completion[microbatch.completion_index[places]] = host[places]

@@ -1,6 +1,7 @@
 """Saving and loading on the ranks."""
 
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -10,10 +11,10 @@ from tests.distributed.engine.cases import Run, Setting, laid_out
 Weights = dict[str, Tensor]
 
 
-def save_and_go_on(rank: int, setting: Setting, folder: Path) -> Weights:
-    """Two steps, a checkpoint, two more steps: the weights at the end."""
+def save_and_go_on(rank: int, setting: Setting, folder: Path, sections: dict[str, Any] | None = None) -> Weights:
+    """Two steps, a checkpoint, two more steps: the weights at the end. sections: of the configuration, by name."""
     with laid_out(setting) as groups:
-        run = Run(groups, setting)
+        run = Run(groups, setting, **(sections or {}))
         for number in range(2):
             run.step(number)
         run.engine.save(folder, 2)

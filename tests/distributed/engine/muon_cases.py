@@ -43,18 +43,6 @@ def state_after_steps(rank: int, setting: Setting) -> Weights:
         return {name: tensor.clone() for name, tensor in run.engine.state()}
 
 
-def save_and_go_on(rank: int, setting: Setting, folder: Path) -> Weights:
-    """Two steps, a checkpoint, two more steps: the weights at the end."""
-    with laid_out(setting) as groups:
-        run = Run(groups, setting, optimizer=MUON)
-        for number in range(2):
-            run.step(number)
-        run.engine.save(folder, 2)
-        for number in range(2, 4):
-            run.step(number)
-        return run.weights()
-
-
 def resume(rank: int, setting: Setting, folder: Path) -> tuple[Weights, float]:
     """A fresh engine, the checkpoint, two more steps: the weights and the last loss."""
     with laid_out(setting) as groups:

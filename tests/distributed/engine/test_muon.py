@@ -14,12 +14,13 @@ from megatron_rl.layouts import ParameterTable
 from megatron_rl.optim import MuonRates, MuonSettings, reference_step
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import LEARNING_RATE, Setting
+from tests.distributed.engine.checkpoint_cases import save_and_go_on
 from tests.distributed.engine.muon_cases import (
+    MUON,
     Stepped,
     muon_steps,
     other_optimizer,
     resume,
-    save_and_go_on,
     state_after_steps,
 )
 from tests.distributed.engine.subject import MODELS, weights_of
@@ -111,7 +112,7 @@ def test_momentum_is_the_only_state_and_falls_with_the_replicas(four: World) -> 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_resumed_is_uninterrupted(four: World, one: World, tmp_path: Path, dtype: str) -> None:
     setting = Setting(layout=Layout(4, tp=2, pp=2, ep=2), dtype=dtype)
-    wanted = four.run(save_and_go_on, setting, tmp_path / "step2")[0]
+    wanted = four.run(save_and_go_on, setting, tmp_path / "step2", {"optimizer": MUON})[0]
     found, loss = four.run(resume, setting, tmp_path / "step2")[0]
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
     if dtype == "float32":

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from megatron_rl.batching import Spool
 from megatron_rl.config import RunFolder
 from megatron_rl.report import ReportError, write_report
 from megatron_rl.report.rollouts import ratio_quantiles, shown_rollouts
@@ -20,14 +21,11 @@ def test_a_rollout_token_by_token(tmp_path):
     assert six.trainer_logprob == pytest.approx(six.rollout_logprob + 0.25, abs=1e-6)
     assert (tool.text, tool.rollout_logprob, tool.trainer_logprob, tool.set_size) == ("=", None, None, 0)
     assert (seven.keep_set, seven.version) == (("7",), 5)
-    recorded = (tmp_path / "run/spool/rollouts/g1.safetensors").exists()
-    assert recorded and len(six.routes) == 4 and all(len(layer) == 2 for layer in six.routes)
+    assert len(six.routes) == 4 and all(len(layer) == 2 for layer in six.routes)
 
 
 def test_routes_are_those_of_the_position_that_predicted_the_token(tmp_path):
     folder = make_run(tmp_path / "run", steps=1)
-    from megatron_rl.batching import Spool
-
     recorded = Spool(folder.path).payload("rollouts/g0.safetensors").rollout(0)
     (first, _) = shown_rollouts(folder, [0])
     assert [token.routes for token in first.tokens] == [tuple(map(tuple, recorded.routed_experts[5 + place].tolist())) for place in range(3)]
