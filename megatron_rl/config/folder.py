@@ -10,7 +10,7 @@ from megatron_rl.config.tree import Config
 @dataclass(frozen=True)
 class RunFolder:
     """RUN/: config.toml, model/, spool/, checkpoints/, logs/, metrics.jsonl, tensorboard/, rollouts/, scores/, fingerprints/, replays/,
-    summary.json, export/."""
+    status.json, summary.json, export/."""
 
     path: Path
 
@@ -67,6 +67,11 @@ class RunFolder:
     def scores_file(self, step: int) -> Path:
         """The trainer's log-probs of a few rollouts of a step."""
         return self.path / "scores" / f"step_{step:06d}.safetensors"
+
+    @property
+    def status_file(self) -> Path:
+        """Where the run stands, rewritten every few seconds."""
+        return self.path / "status.json"
 
     @property
     def summary_file(self) -> Path:

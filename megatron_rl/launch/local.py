@@ -1,8 +1,7 @@
-"""A run on this machine: everything is checked, started, watched and stopped from one process."""
+"""A run on this machine: everything is checked, then started, watched and stopped from one process."""
 
 import asyncio
 import json
-import secrets
 import signal
 import subprocess
 import sys
@@ -11,32 +10,26 @@ from pathlib import Path
 
 from megatron_rl.batching import Spool
 from megatron_rl.config import Config, ConfigError, RunFolder, run_folder, to_toml
-from megatron_rl.launch.observer import RunObserver
-from megatron_rl.orchestrator import (
-    Orchestrator,
-    RunState,
-    control_app,
-    listen,
-    local_fleet,
-    server_process,
-    serving,
-    trainer_processes,
-    worker_process,
-)  # fmt: skip
-from megatron_rl.processes import Child, check_port, dying_with_me, free_ports, stop_all
+from megatron_rl.launch.machines import ThisMachine
+from megatron_rl.launch.run import run
+from megatron_rl.orchestrator import server_process, trainer_processes, worker_process
+from megatron_rl.processes import check_port, dying_with_me
 from megatron_rl.tasks import load_task
-
-GRACE_S = 10.0
-"""How long trainer and workers have to leave by themselves at the end."""
 
 
 def run_locally(config: Config, folder: RunFolder, resume: bool) -> None:
     """Train until the last step, Ctrl-C, or a failure. Raises RunFailed, or ValueError when the run could not be started."""
     check_before_start(config)
+    lay_ready(config, folder)
+    stop_signals = (signal.SIGINT, signal.SIGTERM)
+    asyncio.run(run(config, folder, ThisMachine(config, folder), resume=resume, stop_signals=stop_signals))
+
+
+def lay_ready(config: Config, folder: RunFolder) -> None:
+    """The run's folder with its configuration, its model and an empty spool, private to the user."""
     folder.create(config)
     prepare_model(folder.config_file, folder.model)
     Spool(folder.path).create()
-    asyncio.run(_run(config, folder, resume))
 
 
 def check_before_start(config: Config) -> None:
@@ -53,56 +46,6 @@ def prepare_model(config_file: Path, model: Path | None) -> dict[str, object]:
     if done.returncode:
         raise ConfigError(done.stderr.strip() or f"{' '.join(argv)} ended with status {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-async def _run(config: Config, folder: RunFolder, resume: bool) -> None:
-    key = secrets.token_hex(16)
-    listener = listen("127.0.0.1")
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    environment = {"MEGATRON_RL_ORCHESTRATOR": url, "MEGATRON_RL_KEY": key, "HF_HUB_OFFLINE": "1"}
-    state, step = restore(config, folder) if resume else (RunState.new(config), 0)
-    with RunObserver(config, folder) as observer:
-        observer.event(f"keep-sets: {config.keep_set_source}; weights over {config.transport}; device: {config.device}")
-        orchestrator = Orchestrator(config, folder, state, local_fleet(config, folder, key), observer, step)
-        children: list[Child] = []
-        async with serving(control_app(key, orchestrator.handlers, orchestrator.status), listener):
-            try:
-                children.append(Child(worker_process(folder, environment)))
-                for command in trainer_processes(config, folder, free_ports(1)[0], environment, resume):
-                    children.append(Child(command))
-                _stop_on_signals(orchestrator, children)
-                await orchestrator.run(children)
-            finally:
-                stop_all(children, GRACE_S)
-    observer.summarise()
-
-
-def restore(config: Config, folder: RunFolder) -> tuple[RunState, int]:
-    """State and step of the latest checkpoint; a new state when the run was stopped before its first one."""
-    latest = folder.latest_checkpoint()
-    if latest is None:
-        return RunState.new(config), 0
-    step, path = latest
-    saved = json.loads((path / "orchestrator.json").read_text())
-    return RunState.from_json(config, saved), step
-
-
-def _stop_on_signals(orchestrator: Orchestrator, children: list[Child]) -> None:
-    """The first Ctrl-C stops in order, with a checkpoint; the second one at once."""
-    asked = False
-
-    def stop() -> None:
-        nonlocal asked
-        if asked:
-            for child in children:
-                child.kill()
-            orchestrator.fail("stopped at once, by a second signal; --resume goes on from the last checkpoint")
-        asked = True
-        orchestrator.observe.event("stopping: the step under way is finished and saved (again: stop at once)")
-        orchestrator.request_stop()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
 
 
 def dry_run_text(config: Config) -> str:

@@ -33,7 +33,7 @@ from megatron_rl.orchestrator.observer import Observer
 from megatron_rl.orchestrator.probes import Probe
 from megatron_rl.orchestrator.state import RunState
 from megatron_rl.orchestrator.watchdog import Watchdog
-from megatron_rl.processes import Child, log_tail
+from megatron_rl.processes import Process, log_tail
 from megatron_rl.records import GroupTask, StepPlan, write_atomically
 from megatron_rl.rollouts.fleet import Fleet
 from megatron_rl.wire.control import (
@@ -278,7 +278,7 @@ class Orchestrator:
 
     # ---- the loop
 
-    async def run(self, children: list[Child]) -> None:
+    async def run(self, children: list[Process]) -> None:
         """Until the trainer has left. Raises RunFailed; the children are the caller's to stop."""
         tasks = [asyncio.create_task(c) for c in (self._watch(children), self._watch_for_stalls(), self._follow_fleet(), self.fleet.run())]
         try:
@@ -303,7 +303,12 @@ class Orchestrator:
         self._failure = self._failure or RunFailed(reason)
         self.stop_requested = True
 
-    async def _watch(self, children: list[Child]) -> None:
+    @property
+    def failure(self) -> str:
+        """Why the run cannot go on; '' while it can."""
+        return str(self._failure or "")
+
+    async def _watch(self, children: list[Process]) -> None:
         """A child that ends ends the run, except one that was told to stop and left well."""
         while True:
             for child in children:
@@ -319,7 +324,7 @@ class Orchestrator:
                 self.observe.event(message)
             await asyncio.sleep(1.0)
 
-    def _trainers_left(self, children: list[Child]) -> bool:
+    def _trainers_left(self, children: list[Process]) -> bool:
         return all(c.poll() is not None for c in children if c.name.startswith("trainer"))
 
     async def _follow_fleet(self) -> None:

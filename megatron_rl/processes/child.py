@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -26,6 +27,25 @@ class Command:
 
 class ProcessError(RuntimeError):
     """A child that could not be started, or ended when it should not have: with its name and the end of its log."""
+
+
+class Process(Protocol):
+    """A started process, on this machine (`Child`) or on another one."""
+
+    @property
+    def name(self) -> str: ...
+
+    def poll(self) -> int | None:
+        """None while it runs, else its exit status."""
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+
+    def kill(self) -> None:
+        """End it, and whatever is left of what it started."""
+
+    def failure(self) -> str:
+        """Why it ended, for a person."""
 
 
 class Child:

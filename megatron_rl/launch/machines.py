@@ -1,0 +1,75 @@
+"""Where the processes of a run start: on this machine, or on the nodes of a cluster. Everything else about a run is the same."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from megatron_rl.config import Config, RunFolder
+from megatron_rl.orchestrator import local_fleet, trainer_processes, worker_process
+from megatron_rl.processes import Child, Command, Process, free_ports, stop_all
+from megatron_rl.rollouts.fleet import Fleet
+
+GRACE_S = 10.0
+"""How long trainer and workers have to leave by themselves at the end."""
+
+
+class Machines(Protocol):
+    """The machines of a run. What is started gets the orchestrator's URL and the run's key in its environment."""
+
+    address: str
+    """What the orchestrator listens on, and all machines reach it by."""
+    key: str
+    """The run's; every message carries it."""
+
+    @property
+    def handlers(self) -> Mapping[str, tuple[type, Callable]]:
+        """Messages of the machines themselves, which the orchestrator's server takes for them."""
+
+    async def gather(self, url: str) -> None:
+        """Tell the machines where the orchestrator is, and wait until all can start processes. Raises ProcessError when they do not come."""
+
+    def fleet(self) -> Fleet:
+        """Of rollout servers; it starts none before it runs."""
+
+    def start_workers(self, environment: Mapping[str, str]) -> list[Process]: ...
+
+    def start_trainer(self, environment: Mapping[str, str], resume: bool) -> list[Process]:
+        """All ranks."""
+
+    async def stop(self) -> None:
+        """End workers and ranks, and the machines' part in the run; returns when nothing of it runs any more."""
+
+
+class ThisMachine:
+    """All processes are children of this one."""
+
+    address = "127.0.0.1"
+    handlers: Mapping[str, tuple[type, Callable]] = {}
+
+    def __init__(self, config: Config, folder: RunFolder):
+        self._config, self._folder = config, folder
+        self.key = secrets.token_hex(16)
+        self._children: list[Child] = []
+
+    async def gather(self, url: str) -> None:
+        return None
+
+    def fleet(self) -> Fleet:
+        return local_fleet(self._config, self._folder, self.key)
+
+    def start_workers(self, environment: Mapping[str, str]) -> list[Process]:
+        return self._start([worker_process(self._folder, environment)])
+
+    def start_trainer(self, environment: Mapping[str, str], resume: bool) -> list[Process]:
+        return self._start(trainer_processes(self._config, self._folder, free_ports(1)[0], environment, resume))
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(stop_all, self._children, GRACE_S)  # the orchestrator answers those that take their leave
+
+    def _start(self, commands: Sequence[Command]) -> list[Process]:
+        started: list[Process] = []
+        for command in commands:
+            self._children.append(child := Child(command))
+            started.append(child)
+        return started

@@ -1,0 +1,80 @@
+"""A run from its start to its end, wherever its processes are: started, steered and stopped by this one process."""
+
+import asyncio
+import json
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_rl.config import Config, RunFolder
+from megatron_rl.launch.machines import Machines
+from megatron_rl.launch.observer import RunObserver
+from megatron_rl.launch.status import keeping_status
+from megatron_rl.orchestrator import Orchestrator, RunState, control_app, listen, serving
+from megatron_rl.processes import Process
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended that has not failed."""
+
+    finished: bool
+    """All steps are done; else it was stopped, and goes on with --resume."""
+    signal: int | None
+    """What stopped it."""
+
+
+async def run(config: Config, folder: RunFolder, machines: Machines, *, resume: bool, stop_signals: Iterable[int]) -> RunEnd:
+    """Until the last step or one of the signals. Raises RunFailed, or ProcessError when the processes could not be started."""
+    listener = listen(machines.address)
+    url = f"http://{machines.address}:{listener.getsockname()[1]}"
+    environment = {"MEGATRON_RL_ORCHESTRATOR": url, "MEGATRON_RL_KEY": machines.key, "HF_HUB_OFFLINE": "1"}
+    state, step = restore(config, folder) if resume else (RunState.new(config), 0)
+    with RunObserver(config, folder) as observer:
+        observer.event(f"keep-sets: {config.keep_set_source}; weights over {config.transport}; device: {config.device}")
+        orchestrator = Orchestrator(config, folder, state, machines.fleet(), observer, step)
+        app = control_app(machines.key, {**orchestrator.handlers, **machines.handlers}, orchestrator.status)
+        processes: list[Process] = []
+        stopping = _StopOnSignals(orchestrator, processes, stop_signals)
+        async with serving(app, listener), keeping_status(orchestrator, folder):
+            try:
+                await machines.gather(url)
+                processes += machines.start_workers(environment)
+                processes += machines.start_trainer(environment, resume)
+                await orchestrator.run(processes)
+            finally:
+                await machines.stop()
+    observer.summarise()
+    return RunEnd(finished=orchestrator.step >= config.run.steps, signal=stopping.signal)
+
+
+def restore(config: Config, folder: RunFolder) -> tuple[RunState, int]:
+    """State and step of the latest checkpoint; a new state when the run was stopped before its first one."""
+    latest = folder.latest_checkpoint()
+    if latest is None:
+        return RunState.new(config), 0
+    step, path = latest
+    saved = json.loads((path / "orchestrator.json").read_text())
+    return RunState.from_json(config, saved), step
+
+
+class _StopOnSignals:
+    """The first signal stops in order, with a checkpoint; the second one at once."""
+
+    def __init__(self, orchestrator: Orchestrator, processes: list[Process], signals: Iterable[int]):
+        self.signal: int | None = None
+        """The first that came."""
+        self._orchestrator, self._processes = orchestrator, processes
+        for number in signals:
+            asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
+
+    def _stop(self, number: int) -> None:
+        if self.signal is None:
+            self.signal = number
+            again = " (again: stop at once)" if number == signal.SIGINT else ""
+            self._orchestrator.observe.event(f"{signal.Signals(number).name}: the step under way is finished and saved{again}")
+            self._orchestrator.request_stop()
+            return
+        for process in self._processes:
+            process.kill()
+        self._orchestrator.fail("stopped at once, by a second signal; --resume goes on from the last checkpoint")

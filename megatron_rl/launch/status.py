@@ -1,0 +1,71 @@
+"""RUN/status.json: where a run stands, for those who cannot or should not ask the orchestrator itself, such as a login node.
+
+The orchestrator rewrites it every few seconds; it is old when the run was killed. Times in it are the orchestrator's clock.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from megatron_rl.config import RunFolder
+from megatron_rl.orchestrator import Orchestrator
+from megatron_rl.records import write_atomically
+from megatron_rl.wire.control import decode, encode
+
+WRITE_EVERY_S = 2.0
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    host: str
+    pid: int
+    """Of the orchestrator, on `host`."""
+    running: bool
+    """False: it has left, with or without a failure."""
+    step: int
+    """Steps done."""
+    steps: int
+    version: int
+    """Oldest policy version that a server samples with; -1: none does."""
+    servers: dict[str, str]
+    """URL to state."""
+    stopping: bool
+    failure: str
+    written_at: float
+    """Seconds since 1970."""
+
+
+def write_status(orchestrator: Orchestrator, folder: RunFolder, *, running: bool) -> None:
+    now = orchestrator.status()
+    status = RunStatus(
+        socket.gethostname(), os.getpid(), running, now.step, orchestrator.config.run.steps, now.version, now.servers,
+        orchestrator.stop_requested, orchestrator.failure, time.time(),
+    )  # fmt: skip
+    write_atomically(folder.status_file, encode(status))
+
+
+def read_status(folder: RunFolder) -> RunStatus | None:
+    """None before the first start."""
+    return decode(folder.status_file.read_bytes(), RunStatus) if folder.status_file.exists() else None
+
+
+@contextlib.asynccontextmanager
+async def keeping_status(orchestrator: Orchestrator, folder: RunFolder) -> AsyncIterator[None]:
+    """The file tells the truth for as long as the block runs, and at its end that the run has left."""
+
+    async def keep() -> None:
+        while True:
+            write_status(orchestrator, folder, running=True)
+            await asyncio.sleep(WRITE_EVERY_S)
+
+    task = asyncio.create_task(keep(), name="status")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        write_status(orchestrator, folder, running=False)
