@@ -72,6 +72,40 @@ def replay(
         raise typer.Exit(1)
 
 
+RunDir = Annotated[Path, typer.Argument(help="The folder of a run, for example runs/tiny-moe-cpu.", show_default=False)]
+
+
+@app.command()
+def status(run_dir: RunDir) -> None:
+    """Say where a run stands: step, servers, latest checkpoint, and whether it still runs."""
+    from megatron_rl.launch.run_control import status_text
+
+    with _user_errors():
+        typer.echo(status_text(RunFolder(run_dir)))
+
+
+@app.command()
+def stop(run_dir: RunDir) -> None:
+    """Stop a run in order: its step is finished and saved, and `train ... --resume` goes on from there."""
+    from megatron_rl.launch.run_control import stop_run
+
+    with _user_errors():
+        typer.echo(stop_run(RunFolder(run_dir)))
+
+
+@app.command()
+def logs(
+    run_dir: RunDir,
+    name: Annotated[str | None, typer.Argument(help="Such as trainer-0, server-0, worker-0; events if not given.", show_default=False)] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it grows, until Ctrl-C.")] = False,
+) -> None:
+    """Print a log of a run: its events, or one process's output."""
+    from megatron_rl.launch.run_control import show_logs
+
+    with _user_errors():
+        show_logs(RunFolder(run_dir), name, follow, typer.echo)
+
+
 @app.command(context_settings=Overrides)
 def check(
     context: typer.Context,

@@ -1,0 +1,79 @@
+"""`megatron-rl status`, `stop` and `logs`: a run from outside, by what lies in its folder."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rl.config import ConfigError, RunFolder
+from megatron_rl.launch.status import WRITE_EVERY_S, RunStatus, read_status
+
+SILENT_S = 10 * WRITE_EVERY_S
+"""A status that is older than this was left by an orchestrator that is no more, or hangs."""
+
+
+def status_text(folder: RunFolder) -> str:
+    """Where the run stands, for a person. Raises ConfigError where there is no run."""
+    status = _status(folder)
+    lines = [f"{folder.path}: step {status.step} of {status.steps}, {_state(status)} (process {status.pid} on {status.host})"]
+    if status.failure:
+        lines.append(f"failure: {status.failure}")
+    if status.running:
+        lines.append(f"servers, the oldest policy version among those ready is {status.version}:")
+        lines += [f"  {url}: {state}" for url, state in status.servers.items()]
+    latest = folder.latest_checkpoint()
+    lines.append(f"latest checkpoint: {latest[1] if latest else 'none'}")
+    return "\n".join(lines)
+
+
+def stop_run(folder: RunFolder) -> str:
+    """Have the run finish its step, save and leave; returns what was done. Raises ConfigError where it cannot be reached."""
+    status = _status(folder)
+    if not status.running:
+        return f"{folder.path} is not running"
+    if status.host != socket.gethostname():
+        raise ConfigError(f"{folder.path} runs on {status.host}, and this is {socket.gethostname()}: give the same command there")
+    if not _is_a_run(status.pid):
+        return f"{folder.path} is not running: process {status.pid} is no more, and was not stopped in order"
+    os.kill(status.pid, signal.SIGTERM)
+    return f"{folder.path}: the step under way is finished and saved; `megatron-rl status {folder.path}` says when it has left"
+
+
+def show_logs(folder: RunFolder, name: str | None, follow: bool, show: Callable[[str], None]) -> None:
+    """The log `name` (None: events), as it grows if `follow`. Raises ConfigError that lists the logs where there is none of that name."""
+    file = folder.logs / f"{name or 'events'}.log"
+    if not file.exists():
+        there = ", ".join(sorted(p.stem for p in folder.logs.glob("*.log"))) or "none yet"
+        raise ConfigError(f"{folder.path} has no log {name or 'events'!r}; logs: {there}")
+    with open(file, errors="replace") as log:
+        while True:
+            if text := log.read():
+                show(text.removesuffix("\n"))
+            if not follow:
+                return
+            time.sleep(0.5)
+
+
+def _status(folder: RunFolder) -> RunStatus:
+    if (status := read_status(folder)) is None:
+        raise ConfigError(f"{folder.path} holds no run that was started: name the folder of a run, such as runs/NAME")
+    return status
+
+
+def _state(status: RunStatus) -> str:
+    age_s = time.time() - status.written_at
+    if not status.running:
+        return "failed" if status.failure else ("finished" if status.step >= status.steps else "stopped")
+    if age_s > SILENT_S:
+        return f"silent for {age_s:.0f} s: killed, or its machine hangs"
+    return "stopping" if status.stopping else "running"
+
+
+def _is_a_run(pid: int) -> bool:
+    """Whether the process is one of this program, and not another one that was given its number later."""
+    try:
+        return b"megatron" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

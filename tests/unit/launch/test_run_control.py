@@ -1,0 +1,85 @@
+"""status, stop and logs, by the folder alone. Not proved here: that a run which is told to stop leaves well (tests/e2e)."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_rl.config import RunFolder
+from megatron_rl.launch.cli import app
+from megatron_rl.launch.status import RunStatus
+from megatron_rl.records import write_atomically
+from megatron_rl.wire.control import encode
+
+
+def folder_with(tmp_path, **changes) -> RunFolder:
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    (folder.logs / "events.log").write_text("checkpoint: step 3\n")
+    values = {
+        "host": socket.gethostname(), "pid": os.getpid(), "running": True, "step": 3, "steps": 7, "version": 2,
+        "servers": {"http://127.0.0.1:1": "ready"}, "stopping": False, "failure": "", "written_at": time.time(),
+    } | changes  # fmt: skip
+    write_atomically(folder.status_file, encode(RunStatus(**values)))
+    return folder
+
+
+def invoke(command: str, folder, *words: str):
+    return CliRunner().invoke(app, [command, str(folder.path), *words])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "step 3 of 7, running"),
+        ({"stopping": True}, "stopping"),
+        ({"written_at": 1e9}, "silent for"),
+        ({"running": False}, "stopped"),
+        ({"running": False, "step": 7}, "finished"),
+        ({"running": False, "failure": "no rollout server is left"}, "failure: no rollout server is left"),
+    ],
+)
+def test_status_tells_the_states_apart(tmp_path, changes, expected):
+    result = invoke("status", folder_with(tmp_path, **changes))
+    assert result.exit_code == 0 and expected in result.output
+
+
+def test_a_folder_without_a_run_is_named(tmp_path):
+    for command in ("status", "stop"):
+        result = invoke(command, RunFolder(tmp_path))
+        assert result.exit_code == 2 and str(tmp_path) in result.output
+
+
+def test_stop_reaches_the_process_that_the_status_names(tmp_path):
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "megatron_rl.launch.cli"])
+    try:
+        result = invoke("stop", folder_with(tmp_path, pid=sleeper.pid))
+        assert result.exit_code == 0, result.output
+        assert sleeper.wait(10) == -15
+    finally:
+        sleeper.kill()
+
+
+def test_stop_leaves_another_process_of_that_number_alone(tmp_path):
+    sleeper = subprocess.Popen(["sleep", "60"])
+    try:
+        assert "is no more" in invoke("stop", folder_with(tmp_path, pid=sleeper.pid)).output
+        assert sleeper.poll() is None
+    finally:
+        sleeper.kill()
+
+
+def test_stop_on_another_machine_is_refused(tmp_path):
+    result = invoke("stop", folder_with(tmp_path, host="elsewhere"))
+    assert result.exit_code == 2 and "elsewhere" in result.output
+
+
+def test_logs_by_name(tmp_path):
+    folder = folder_with(tmp_path)
+    assert "checkpoint: step 3" in invoke("logs", folder).output
+    refused = invoke("logs", folder, "trainer-9")
+    assert refused.exit_code == 2 and "logs: events" in refused.output
