@@ -64,19 +64,20 @@ def balance(
     looked_at, nearest, server = 0, None, None
     sync = sync_seconds(counts, work, machine)
     for trainer in [trainer_gpus] if trainer_gpus else trainer_sizes(gpus, node):
-        server = best_server(counts, work, machine, gpus - trainer) or server
         found = best_server(counts, work, machine, gpus - trainer)
+        server = found or server
+        servers = (gpus - trainer) // found.tensor if found else 0
+        rollouts_s = work.num_sequences * work.mean_response / (servers * found.tokens_per_s) if found else 0.0
+        if len(plans) >= keep and rollouts_s > plans[keep - 1].step_s:
+            continue  # too few servers are left, whatever the trainer does
         searched = search(counts, work, machine, trainer, node, keep=keep)
         looked_at += searched.looked_at
         nearest = (
             searched if nearest is None or (not nearest.best and _lacks(searched) < _lacks(nearest)) or searched.best else nearest
         )
-        if found is None:
-            continue
-        servers = (gpus - trainer) // found.tensor
-        rollouts_s = work.num_sequences * work.mean_response / (servers * found.tokens_per_s)
-        plans += [Plan(scored, found, servers, sync, rollouts_s, work.max_staleness > 0) for scored in searched.best]
-    plans.sort(key=lambda plan: (plan.step_s, plan.trainer.seconds))
+        if found is not None:
+            plans += [Plan(scored, found, servers, sync, rollouts_s, work.max_staleness > 0) for scored in searched.best]
+            plans.sort(key=lambda plan: (plan.step_s, plan.trainer.seconds))
     return Balanced(plans[:keep], looked_at, nearest, server)
 
 

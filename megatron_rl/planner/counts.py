@@ -67,7 +67,9 @@ class ParameterCounts:
         self._family = family_of(hf_config)
         self.architecture = self._family.architecture(hf_config)
         self.chunk = lru_cache(maxsize=None)(self._chunk)
+        self.buffer_sizes = lru_cache(maxsize=None)(self._buffer_sizes)
         self._layers = lru_cache(maxsize=None)(self._layers_of)
+        self._largest = lru_cache(maxsize=None)(self._largest_of)
 
     def _chunk(self, layout: Layout, stage: int, chunk: int) -> ChunkElements:
         """Of any rank of a stage: ranks of a stage hold equally much."""
@@ -75,7 +77,7 @@ class ParameterCounts:
         own = layout.layers_of_chunk(self.architecture.num_layers, stage, chunk)
         sums = layers[own.stop] - layers[own.start]
         dense, expert = (
-            Held(*(int(v) for v in part), largest) for part, largest in zip(sums.reshape(2, 4), self._largest(layout))
+            Held(*(int(v) for v in part), largest) for part, largest in zip(sums.reshape(2, 4), self._largest(layout.tp, layout.etp))
         )
         tied, is_tied = Held(), self.architecture.tie_word_embeddings and layout.pp > 1
         if stage == 0 and chunk == 0:
@@ -84,10 +86,15 @@ class ParameterCounts:
             dense, tied = dense + last, first if is_tied else tied
         return ChunkElements(dense, expert, tied)
 
-    def _largest(self, layout: Layout) -> tuple[int, int]:
-        rows = self._rows(layout.tp)
-        dense = [_shard(row, layout.tp) for row in rows if row.region is Region.LAYER and row.num_experts is None]
-        expert = [_shard(row, layout.etp) for row in rows if row.num_experts is not None]
+    def _buffer_sizes(self, layout: Layout, stage: int) -> tuple[int, int]:
+        """Elements of Megatron's dense and experts' buffers of all chunks of a stage."""
+        sizes = [self.chunk(layout, stage, chunk).buffer_sizes(layout) for chunk in range(layout.vpp)]
+        return sum(dense for dense, _ in sizes), sum(expert for _, expert in sizes)
+
+    def _largest_of(self, tp: int, etp: int) -> tuple[int, int]:
+        rows = self._rows(tp)
+        dense = [_shard(row, tp) for row in rows if row.region is Region.LAYER and row.num_experts is None]
+        expert = [_shard(row, etp) for row in rows if row.num_experts is not None]
         return max(dense, default=0), max(expert, default=0)
 
     @cache  # noqa: B019 - a planner lives as long as its process

@@ -38,6 +38,8 @@ Measured = Sequence[tuple[Case, RankMeasurement]]
 _TIME_FACTORS = ("matmul_efficiency", "hbm_gb_s", "layer_overhead_us", "nvlink_gb_s", "step_overhead_s", "cores")
 """matmul_efficiency stands for all three efficiencies of products: the cases are too few to tell them apart."""
 _ACTIVATION_FACTORS = np.arange(0.5, 6.0, 0.02)
+_PULL = 1e-3
+"""What a factor's squared logarithm costs: six cases do not tell all factors apart, and those that they leave open stay near the given ones."""
 _ROUNDS = 60
 _FURTHEST = 8.0
 """A factor's first step; each round without progress takes the square root of the last one's."""
@@ -68,10 +70,12 @@ def fitted_memory(counts: ParameterCounts, machine: Machine, measured: Measured)
 
 def fitted_time(counts: ParameterCounts, machine: Machine, measured: Measured) -> Machine:
     """One factor after the other is moved up and down, by ever smaller steps, while the squared logarithms of the ratios shrink."""
+    given = machine
 
     def error(candidate: Machine) -> float:
         ratios = [predicted(counts, candidate, case)[0] / found.step_s for case, found in measured]
-        return sum(math.log(ratio) ** 2 for ratio in ratios)
+        moved = [getattr(candidate, name) / getattr(given, name) for name in _TIME_FACTORS]
+        return sum(math.log(ratio) ** 2 for ratio in ratios) + _PULL * sum(math.log(factor) ** 2 for factor in moved)
 
     step, best = _FURTHEST, error(machine)
     for _ in range(_ROUNDS):

@@ -30,15 +30,15 @@ def tensor_sizes(model: ModelArchitecture, node: int) -> list[int]:
     sizes = [n for n in divisors(a.num_heads, node) if model.hidden_size % n == 0]
     if isinstance(a, GroupedQueryAttention):
         sizes = [n for n in sizes if a.num_query_groups % n == 0 or n % a.num_query_groups == 0]
-    # Experts with biases are not proved with tensor parallelism: the engine refuses them.
-    return [1] if model.linear_biases and model.moe else sizes
+    return sizes
 
 
 def _with_experts(model: ModelArchitecture, world_size: int, tp: int, cp: int, pp: int) -> Iterator[Layout]:
     per_stage = world_size // pp
     eps = divisors(model.moe.num_experts, per_stage) if model.moe else [1]
+    etps = {1, tp} if model.moe and not model.linear_biases else {1}  # the engine refuses to cut experts that have biases
     for ep in eps:
-        for etp in {1, tp} if model.moe else {1}:
+        for etp in etps:
             # An expert is cut where more of them cannot be spread.
             if per_stage % (ep * etp) or (etp > 1 and (ep < max(eps) and ep * etp < per_stage and ep * 2 in eps)):
                 continue

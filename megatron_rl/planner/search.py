@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.planner.counts import ParameterCounts
 from megatron_rl.planner.layouts import layouts_of
@@ -40,52 +40,83 @@ class Searched:
     nearest: tuple[Candidate, Memory] | None
 
 
+class _Fastest:
+    """The `keep` fastest of what was added; of equals the earlier ones."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._heap: list[tuple[float, int, Candidate, StepTime]] = []
+        self._added = 0
+
+    def takes(self, seconds: float) -> bool:
+        return len(self._heap) < self._keep or seconds < -self._heap[0][0]
+
+    def add(self, candidate: Candidate, time: StepTime) -> None:
+        self._added += 1
+        entry = (-time.total, -self._added, candidate, time)
+        heapq.heappush(self._heap, entry) if len(self._heap) < self._keep else heapq.heappushpop(self._heap, entry)
+
+    def in_order(self) -> list[tuple[Candidate, StepTime]]:
+        return [entry[2:] for entry in sorted(self._heap, key=lambda entry: entry[:2], reverse=True)]
+
+
 def search(counts: ParameterCounts, work: Workload, machine: Machine, world_size: int, node: int, *, keep: int = 5) -> Searched:
-    """The `keep` fastest of all layouts that divide the model and fit into memory. Of recomputation the least that fits."""
-    found: list[tuple[float, int, Candidate, StepTime]] = []
+    """The `keep` fastest of all layouts that divide the model and fit into memory. Of recomputation the least that fits.
+
+    Memory is looked at only where a layout would be among the fastest without recomputation: with it, it is slower still.
+    """
+    fastest, looked_at = _Fastest(keep), 0
     nearest: tuple[float, Candidate] | None = None
-    looked_at = 0
     for layout in layouts_of(counts.architecture, world_size, node, work.longest_sequence):
-        for candidate, missing in _fitting(counts, work, machine, layout):
+        leanest = Candidate(layout, work.longest_sequence, "full")
+        missing = _static_missing(counts, work, machine, leanest)
+        looked_at += missing is None or missing > 0
+        for candidate in _of_each_length(work, layout) if missing == 0 else ():
             looked_at += 1
-            if missing > 0:
-                nearest = min(nearest or (missing, candidate), (missing, candidate), key=lambda pair: pair[0])
-                continue
             time = step_time(counts, work, candidate, machine)
-            entry = (-time.total, -looked_at, candidate, time)
-            heapq.heappush(found, entry) if len(found) < keep else heapq.heappushpop(found, entry)
-    best = [
-        Scored(c, time, most_loaded(counts, work, c, machine))
-        for _, _, c, time in sorted(found, key=lambda entry: entry[:2], reverse=True)
-    ]
+            if not fastest.takes(time.total):
+                continue
+            leanest, missing = _least_recomputed(counts, work, machine, candidate)
+            if missing > 0:
+                break  # longer microbatches lack more
+            time = time if leanest is candidate else step_time(counts, work, leanest, machine)
+            if fastest.takes(time.total):
+                fastest.add(leanest, time)
+        if missing and (nearest is None or missing < nearest[0]):
+            nearest = missing, leanest
+    best = [Scored(c, time, most_loaded(counts, work, c, machine)) for c, time in fastest.in_order()]
     lacking = (nearest[1], most_loaded(counts, work, nearest[1], machine)) if nearest and not best else None
     return Searched(best, looked_at, lacking)
 
 
-def _fitting(counts: ParameterCounts, work: Workload, machine: Machine, layout: Layout) -> Iterator[tuple[Candidate, float]]:
-    """Candidates of one layout with the bytes that they lack (0: they fit): of each microbatch length the first recomputation that fits."""
-    capacity = room(machine)
-    leanest = Candidate(layout, work.longest_sequence, "full")
+def _static_missing(counts: ParameterCounts, work: Workload, machine: Machine, candidate: Candidate) -> float | None:
+    """Bytes that weights, gradients and optimizer state alone have too much; None: the layout does not cut the model."""
     try:
-        static = max(sum(static_terms(counts, work, leanest, stage).values()) for stage in _ends(layout))
+        static = max(sum(static_terms(counts, work, candidate, stage).values()) for stage in _ends(candidate.layout))
     except LayoutError:
-        return
-    if static + machine.reserved_gib * GIB > capacity:
-        yield leanest, static + machine.reserved_gib * GIB - capacity
-        return
+        return None
+    return max(0.0, static + machine.reserved_gib * GIB - room(machine))
+
+
+def _of_each_length(work: Workload, layout: Layout) -> Iterator[Candidate]:
+    """Without recomputation, the shortest microbatches first."""
     for number in MICROBATCHES_OF:
         tokens = number * work.longest_sequence
         if number > 1 and tokens * layout.dp > work.tokens / work.updates:
             return  # some ranks would have nothing to do
-        for recompute in RECOMPUTE:
-            candidate = Candidate(layout, tokens, recompute)
-            missing = max(0.0, max(rank_memory(counts, work, candidate, machine, s).total for s in _ends(layout)) - capacity)
-            if missing == 0:
-                yield candidate, 0.0
-                break
-        else:
-            yield candidate, missing
-            return
+        yield Candidate(layout, tokens, "none")
+
+
+def _least_recomputed(
+    counts: ParameterCounts, work: Workload, machine: Machine, candidate: Candidate
+) -> tuple[Candidate, float]:
+    """The candidate with the first recomputation that fits, and 0; with the last one and the bytes that it lacks where none does."""
+    for recompute in RECOMPUTE:
+        tried = candidate if recompute == candidate.recompute else replace(candidate, recompute=recompute)
+        total = max(rank_memory(counts, work, tried, machine, stage).total for stage in _ends(candidate.layout))
+        if total <= room(machine):
+            return tried, 0.0
+    return tried, total - room(machine)
 
 
 def room(machine: Machine) -> float:

@@ -161,9 +161,7 @@ def _data_parallel_seconds(counts: ParameterCounts, work: Workload, candidate: C
     expert_group = Group(layout.edp, layout.etp * layout.ep)
     seconds = []
     for stage in range(layout.pp):
-        sizes = [counts.chunk(layout, stage, chunk).buffer_sizes(layout) for chunk in range(layout.vpp)]
-        width = 4 + work.parameter_bytes
-        dense, expert = (sum(size[n] for size in sizes) * width for n in (0, 1))
+        dense, expert = (size * (4 + work.parameter_bytes) for size in counts.buffer_sizes(layout, stage))
         seconds.append(ring_seconds(machine, dense_group, dense) + ring_seconds(machine, expert_group, expert))
     return max(seconds)
 
@@ -174,7 +172,7 @@ def _optimizer_seconds(counts: ParameterCounts, work: Workload, candidate: Candi
     shards, products = [], []
     for stage in range(layout.pp):
         held = [counts.chunk(layout, stage, chunk) for chunk in range(layout.vpp)]
-        dense, expert = (sum(size[n] for size in (part.buffer_sizes(layout) for part in held)) for n in (0, 1))
+        dense, expert = counts.buffer_sizes(layout, stage)
         shards.append(dense / (layout.dp * layout.cp) + expert / layout.edp)
         matrices = sum(part.dense.matrices / (layout.dp * layout.cp) + part.expert.matrices / layout.edp for part in held)
         products.append(matrices * min(counts.architecture.hidden_size, _smaller_side(counts)) * 2.0 * 3 * NEWTON_SCHULZ_STEPS)

@@ -137,7 +137,7 @@ def workload_of(
         optimizer=optimizer or str(config.optimizer.name),
         muon_round_bytes=config.optimizer.muon.round_mib << 20,
         muon_in_fp32=config.optimizer.muon.newton_schulz_dtype == "float32",
-        rollout_weights=rollout_weights or ("fp32" if config.model.dtype == "float32" else "bf16"),
+        rollout_weights=rollout_weights or _weights_of_servers(config),
         scoring_passes=int(objective.old_policy == "recomputed") + int(objective.kl_coefficient > 0),
         updates=config.trainer.updates_per_step,
         keeps_reference=objective.kl_coefficient > 0,
@@ -149,6 +149,12 @@ def workload_of(
         max_num_seqs=config.servers.max_num_seqs,
         bucket_bytes=config.weight_sync.bucket_mib << 20,
     )
+
+
+def _weights_of_servers(config: Config) -> str:
+    if config.precision.rollouts == "nvfp4":
+        return "nvfp4"
+    return "fp32" if config.model.dtype == "float32" else "bf16"
 
 
 def candidate_of(config: Config) -> Candidate:

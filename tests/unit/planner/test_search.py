@@ -54,6 +54,12 @@ def test_long_sequences_are_cut_over_ranks() -> None:
     assert search(counts_of("Qwen3-30B-A3B"), long, H200, 32, 8).best
 
 
+def test_experts_with_biases_are_never_cut() -> None:
+    found = list(layouts_of(counts_of("GPT-OSS-120B").architecture, 32, 8, 16384))
+    assert {layout.etp for layout in found} == {1}  # the engine refuses the others
+    assert {1, 2, 4, 8} <= {layout.tp for layout in found}
+
+
 def test_pipelines_of_layers_that_do_not_divide() -> None:
     assert pipelines(48, 4) == ({"vpp": 1}, {"vpp": 2}, {"vpp": 3}, {"vpp": 4})
     for given in pipelines(61, 16):
