@@ -14,6 +14,7 @@ from megatron_rl.conversion.hf_reader import HfCheckpoint
 from megatron_rl.conversion.hf_writer import HfCheckpointWriter, write_hf_checkpoint
 from megatron_rl.conversion.megatron_checkpoint import MegatronCheckpoint
 from megatron_rl.conversion.opening import open_checkpoint
+from megatron_rl.conversion.outgoing import QuantisedAs
 from megatron_rl.conversion.random_model import make_random_model, random_hf_tensors
 from megatron_rl.conversion.stored import TensorSpec
 from megatron_rl.conversion.streams import hf_tensors
@@ -23,6 +24,7 @@ __all__ = [
     "HfCheckpoint",
     "HfCheckpointWriter",
     "MegatronCheckpoint",
+    "QuantisedAs",
     "TensorSpec",
     "hf_tensors",
     "hf_to_megatron",

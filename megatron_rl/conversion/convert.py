@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +17,7 @@ from megatron_rl.conversion.errors import CheckpointError
 from megatron_rl.conversion.hf_reader import HfCheckpoint
 from megatron_rl.conversion.hf_writer import DEFAULT_SHARD_BYTES, HfCheckpointWriter, config_of_weights
 from megatron_rl.conversion.megatron_checkpoint import MegatronCheckpoint, MegatronCheckpointWriter
+from megatron_rl.conversion.outgoing import Outgoing, Plain, Quantised, QuantisedAs
 from megatron_rl.conversion.stored import TensorSpec
 from megatron_rl.layouts import Parameter, ParameterTable
 
@@ -46,23 +48,28 @@ def hf_to_megatron(
 
 
 def megatron_to_hf(
-    source: Path, out: Path, *, resume: bool = False, shard_bytes: int = DEFAULT_SHARD_BYTES, report: Report = lambda done, total: None
-) -> None:
-    """Write `out`, a Hugging Face folder, from a checkpoint of a run or of `hf_to_megatron`."""
+    source: Path, out: Path, *, quantise: QuantisedAs | None = None, resume: bool = False, shard_bytes: int = DEFAULT_SHARD_BYTES,
+    report: Report = lambda done, total: None,
+) -> None:  # fmt: skip
+    """Write `out`, a Hugging Face folder, from a checkpoint of a run or of `hf_to_megatron`; its matrices in NVFP4 where that is asked."""
     checkpoint = MegatronCheckpoint.open(source)
     checkpoint.check(ParameterTable(checkpoint.config))
-    specs = checkpoint.specs
-    config = config_of_weights(checkpoint.config, _main_dtype(specs), with_mtp=checkpoint.with_mtp)
+    outgoing: Outgoing = Quantised(checkpoint, quantise) if quantise else Plain(checkpoint)
+    specs = outgoing.specs
+    config = {**config_of_weights(checkpoint.config, _main_dtype(checkpoint.specs), with_mtp=checkpoint.with_mtp), **outgoing.config}
     writer = HfCheckpointWriter(
         out, specs, config, assets_from=checkpoint.model_folder, shard_bytes=shard_bytes,
-        fingerprint=_fingerprint(checkpoint.folder, specs, shard_bytes), resume=resume,
+        fingerprint=_fingerprint(checkpoint.folder, specs, shard_bytes, quantise), resume=resume,
     )  # fmt: skip
     with writer:
         pending = writer.pending
         progress = _Progress(report, (specs[name].num_bytes for name in pending), sum(spec.num_bytes for spec in specs.values()))
-        for name, tensor in zip(pending, read_ahead(partial(_copy, checkpoint, name) for name in pending), strict=True):
-            writer.write(name, tensor)
-            progress.advance(specs[name].num_bytes)
+        # What is made from one tensor may be cut over two files: then each of them asks for it.
+        parts = [(origin, list(names)) for origin, names in groupby(pending, outgoing.source_of)]
+        for (_, names), tensors in zip(parts, read_ahead(partial(outgoing.read, origin) for origin, _ in parts), strict=True):
+            for name in names:
+                writer.write(name, tensors[name])
+                progress.advance(specs[name].num_bytes)
 
 
 def read_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
@@ -91,15 +98,7 @@ class _Progress:
 
 def _rows(checkpoint: HfCheckpoint, parameter: Parameter) -> list[Tensor]:
     """Out of the mapped file: the copy is what reads it."""
-    return [_in_memory(piece) for piece in parameter.kind.rows(parameter.parts_of(checkpoint))]
-
-
-def _copy(checkpoint: MegatronCheckpoint, name: str) -> Tensor:
-    return _in_memory(checkpoint[name])
-
-
-def _in_memory(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return [piece.clone(memory_format=torch.contiguous_format) for piece in parameter.kind.rows(parameter.parts_of(checkpoint))]
 
 
 def _num_bytes(specs: dict[str, TensorSpec], parameter: Parameter) -> int:
@@ -116,8 +115,8 @@ def _main_dtype(specs: dict[str, TensorSpec]) -> torch.dtype:
     return max(count, key=lambda dtype: count[dtype])
 
 
-def _fingerprint(folder: Path, specs: dict[str, TensorSpec], shard_bytes: int) -> str:
-    """Of what a conversion is made from: names, shapes and dtypes, and the files' names, sizes and times."""
+def _fingerprint(folder: Path, specs: Mapping[str, TensorSpec], shard_bytes: int, quantise: QuantisedAs | None = None) -> str:
+    """Of what a conversion is made from: names, shapes and dtypes, how they are quantised, and the files' names, sizes and times."""
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file())
-    content = [str(folder.resolve()), files, {name: [*spec.shape, str(spec.dtype)] for name, spec in specs.items()}, shard_bytes]
+    content = [str(folder.resolve()), files, {name: [*spec.shape, str(spec.dtype)] for name, spec in specs.items()}, shard_bytes, repr(quantise)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_rl.conversion.block_scaled import BlockScaledTensor, dequantised
 from megatron_rl.conversion.errors import CheckpointError, NameReport
 from megatron_rl.conversion.model_files import read_config, read_json
+from megatron_rl.conversion.nvfp4_stored import Nvfp4StoredTensor, dequantised_nvfp4
 from megatron_rl.conversion.safetensors_format import read_header
 from megatron_rl.conversion.stored import StoredTensor
 from megatron_rl.layouts import ParameterTable
@@ -22,10 +23,10 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class HfCheckpoint(Mapping[str, Tensor]):
     """Each access maps the tensor's bytes from its file: they are read when they are touched, a slice touches only its own,
     and they leave memory with the tensor. Writing to such a tensor changes neither the file nor what the next access returns.
-    Block-scaled FP8 weights are dequantised at each access.
+    Block-scaled FP8 and NVFP4 weights are dequantised at each access.
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any], stored: dict[str, StoredTensor | BlockScaledTensor]) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], stored: dict[str, StoredTensor | BlockScaledTensor | Nvfp4StoredTensor]) -> None:
         self.folder = folder
         self.config = config
         """config.json as it is, but for the quantisation of weights that are read in bf16."""
@@ -58,7 +59,7 @@ class HfCheckpoint(Mapping[str, Tensor]):
         ]
         if problems:
             raise CheckpointError(f"{folder}: {INDEX_FILE} and the files disagree:\n  " + "\n  ".join(problems))
-        return cls(folder, *dequantised(config, stored))
+        return cls(folder, *dequantised_nvfp4(*dequantised(config, stored)))
 
     def check(self, table: ParameterTable) -> None:
         """CheckpointError, with all that is missing, left over, or of a wrong shape or dtype, unless it is exactly the

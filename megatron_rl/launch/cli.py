@@ -211,12 +211,28 @@ def megatron_to_hf(
     source: Annotated[Path, typer.Argument(help="A checkpoint of a run (checkpoints/step_...) or of hf-to-megatron.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="Hugging Face folder to make.", show_default=False)],
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted conversion.")] = False,
+    quantize: Annotated[str | None, typer.Option(help="nvfp4: four-bit matrices, for servers that load them.", show_default=False)] = None,
+    quantize_layout: Annotated[str, typer.Option(help="Names and scales of quantised tensors: modelopt or compressed-tensors.")] = "modelopt",
+    quantize_modules: Annotated[
+        str | None, typer.Option(help="Which linear maps, by commas: attention,mlp,experts. The run's, if not given.", show_default=False)
+    ] = None,
+    quantize_exclude: Annotated[
+        str | None, typer.Option(help="Modules that stay as they are, by commas. The run's, if not given.", show_default=False)
+    ] = None,
 ) -> None:
-    """Write a Hugging Face folder of a Megatron dist-checkpoint."""
-    from megatron_rl.launch.convert import convert_megatron_to_hf
+    """Write a Hugging Face folder of a Megatron dist-checkpoint, as it is or quantised.
+
+    What is quantised is what the run's [precision] says: the values are then those that its trainer multiplied with, to the last bit.
+    """
+    from megatron_rl.launch.convert import convert_megatron_to_hf, quantised_as
 
     with _user_errors():
-        convert_megatron_to_hf(source, out, resume)
+        if quantize not in (None, "nvfp4"):
+            raise ConfigError(f"--quantize {quantize}: there is nvfp4")
+        names = [words if words is None else [word for word in words.split(",") if word] for words in (quantize_modules, quantize_exclude)]
+        if quantize is None and (quantize_layout != "modelopt" or names != [None, None]):
+            raise ConfigError("--quantize-layout, --quantize-modules and --quantize-exclude say how; add --quantize nvfp4")
+        convert_megatron_to_hf(source, out, resume, quantised_as(source, quantize_layout, *names) if quantize else None)
 
 
 class _user_errors:

@@ -6,8 +6,11 @@ from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_rl.conversion import hf_to_megatron, megatron_to_hf
+from megatron_rl.config import RunFolder
+from megatron_rl.config.sections import Precision
+from megatron_rl.conversion import QuantisedAs, hf_to_megatron, megatron_to_hf
 from megatron_rl.conversion.convert import Report
+from megatron_rl.precision import layout_named
 
 
 def convert_hf_to_megatron(source: Path, out: Path, resume: bool) -> None:
@@ -15,9 +18,21 @@ def convert_hf_to_megatron(source: Path, out: Path, resume: bool) -> None:
         hf_to_megatron(source, out, resume=resume, report=report)
 
 
-def convert_megatron_to_hf(source: Path, out: Path, resume: bool) -> None:
+def convert_megatron_to_hf(source: Path, out: Path, resume: bool, quantise: QuantisedAs | None) -> None:
     with _progress_bar(f"{source} -> {out}") as report:
-        megatron_to_hf(source, out, resume=resume, report=report)
+        megatron_to_hf(source, out, quantise=quantise, resume=resume, report=report)
+
+
+def quantised_as(source: Path, layout: str, modules: list[str] | None, exclude: list[str] | None) -> QuantisedAs:
+    """In NVFP4 as the run of the checkpoint `source` trained it, by its configuration; where there is none, by the defaults of
+    [precision]. modules, exclude: given, they take the place of the configuration's."""
+    run = RunFolder(source.resolve().parent.parent)
+    section = run.config().precision if run.config_file.is_file() else Precision()
+    chosen = Precision.model_validate(
+        {**section.model_dump(), **{key: value for key, value in (("modules", modules), ("exclude", exclude)) if value is not None}}
+    )
+    amax = chosen.activation_amax if chosen.activations == "nvfp4" else None
+    return QuantisedAs(layout_named(layout)(amax), tuple(chosen.modules), tuple(chosen.exclude))
 
 
 @contextmanager

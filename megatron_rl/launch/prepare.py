@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError, load_config
-from megatron_rl.conversion import CheckpointError, make_random_model, open_checkpoint
+from megatron_rl.conversion import CheckpointError, HfCheckpoint, make_random_model, open_checkpoint
+from megatron_rl.conversion.model_files import read_config
 from megatron_rl.layouts import ParameterTable, Placement
 from megatron_rl.precision import check_cuts, selection_of
 from megatron_rl.topology import Layout
@@ -25,6 +26,11 @@ def prepare(config: Config, folder: Path | None) -> dict[str, object]:
         checkpoint = open_checkpoint(config.model.path)
         hf_config = checkpoint.config
         checkpoint.check(ParameterTable(hf_config))
+        if isinstance(checkpoint, HfCheckpoint) and "quantization_config" in read_config(checkpoint.folder):
+            raise ConfigError(
+                f"model.path = {config.model.path}: its weights are quantised, and the servers, which take whole weights from the trainer, "
+                f"would be built for these; megatron-rl convert hf-to-megatron {config.model.path} NEW makes a folder with whole ones"
+            )
         if not (config.model.path / TOKENIZER_FILE).exists():
             raise ConfigError(f"model.path = {config.model.path}: {TOKENIZER_FILE} is not there; save the tokenizer beside the weights")
     described = describe(hf_config, config)

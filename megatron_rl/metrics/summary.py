@@ -7,6 +7,7 @@ Read from each training row, where they are there:
     the same of probe rollouts                 probe/abs_dlogp_mean, probe/abs_dlogp_max, probe/ratio_mean,
                                                probe/num_loss_tokens
     trainer and rollouts                       overhead_share, step_s, trainer_tokens_per_s, rollout_tokens_per_s
+    weight sync                                sync_bytes
 """
 
 import json
@@ -38,12 +39,14 @@ _WEIGHTED_MEANS = {
 }
 """Key of the summary: the value in a row, and what it is weighted by (a row without the weight counts 1)."""
 
+_LARGEST = {"staleness_max": "staleness_max", "abs_dlogp_max": "probe/abs_dlogp_max", "sync_bytes": "sync_bytes"}
+
 
 def summarise_run(rows: Sequence[Row], supervised: Sequence[Row] = ()) -> dict[str, float]:
     """The summary of the training rows; a key whose values were never measured is left out.
 
     abs_dlogp_mean and ratio_mean are those of the probes, at equal weights; train_... are of the training batches, whose weights
-    are some versions apart. wall_time_s adds up the processes of a resumed run, without the time between them.
+    are some versions apart. sync_bytes are those that one update sends to each server. wall_time_s adds up the processes of a resumed run, without the time between them.
     """
     summary: dict[str, float] = {"steps": len(rows)}
     for name in ("reward", "entropy"):
@@ -56,7 +59,7 @@ def summarise_run(rows: Sequence[Row], supervised: Sequence[Row] = ()) -> dict[s
         total = sum(w for _, w in pairs)
         if total:
             summary[key] = sum(value * w for value, w in pairs) / total
-    for key, name in (("staleness_max", "staleness_max"), ("abs_dlogp_max", "probe/abs_dlogp_max")):
+    for key, name in _LARGEST.items():
         if values := series(rows, name):
             summary[key] = max(values)
     wall_time = sum(row.seconds for row in [*supervised, *rows])

@@ -5,6 +5,7 @@ quantised = quantise(matrix, amax)              # packed bytes, block scales, gl
 dequantise(quantised), fake_quantise(matrix, amax)    # the same values, to the last bit
 """
 
+from megatron_rl.precision.checkpoint import LAYOUTS, CheckpointLayout, layout_named
 from megatron_rl.precision.nvfp4 import (
     BLOCK,
     Nvfp4,
@@ -16,11 +17,13 @@ from megatron_rl.precision.nvfp4 import (
     quantise,
 )
 from megatron_rl.precision.selection import Selection, check_cuts, selection_of
-from megatron_rl.precision.stream import packed_specs, packed_tensors, quantised_stream
+from megatron_rl.precision.stream import packed_specs, quantised_stream
 from megatron_rl.precision.unpacking import Unpacker
 
 __all__ = [
     "BLOCK",
+    "LAYOUTS",
+    "CheckpointLayout",
     "Nvfp4",
     "QuantisationError",
     "Selection",
@@ -30,8 +33,8 @@ __all__ = [
     "dequantise",
     "encoding_scale",
     "fake_quantise",
+    "layout_named",
     "packed_specs",
-    "packed_tensors",
     "quantise",
     "quantised_stream",
     "selection_of",

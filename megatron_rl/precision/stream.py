@@ -1,34 +1,18 @@
-"""A model's tensors on their way out, those of a selection as NVFP4."""
+"""A model's tensors on their way to the servers, those of a selection as NVFP4, under ModelOpt's names."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from megatron_rl.precision.nvfp4 import BLOCK, Nvfp4, quantise
+from megatron_rl.precision.checkpoint import ModelOpt
 
-WEIGHT, BLOCK_SCALES, GLOBAL_SCALE = "weight", "weight_scale", "weight_scale_2"
-"""ModelOpt's names, which also travel to the servers."""
+_WIRE = ModelOpt()
 
 
 def packed_specs(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     """(name, shape, dtype) of what the tensor `name` (MODULE.weight) of [outputs, inputs] becomes."""
-    module, (outputs, inputs) = name.removesuffix(WEIGHT), shape
-    return [
-        (module + WEIGHT, (outputs, inputs // 2), torch.uint8),
-        (module + BLOCK_SCALES, (outputs, inputs // BLOCK), torch.float8_e4m3fn),
-        (module + GLOBAL_SCALE, (), torch.float32),
-    ]
-
-
-def packed_tensors(name: str, quantised: Nvfp4) -> list[tuple[str, Tensor]]:
-    """The tensors that `packed_specs` announces."""
-    module = name.removesuffix(WEIGHT)
-    return [
-        (module + WEIGHT, quantised.packed),
-        (module + BLOCK_SCALES, quantised.block_scales),
-        (module + GLOBAL_SCALE, quantised.global_scale),
-    ]
+    return _WIRE.specs(name, shape)
 
 
 def quantised_stream(
@@ -44,4 +28,4 @@ def quantised_stream(
         elif tensor is None:
             yield from ((part, None) for part, _, _ in packed_specs(name, (0, 0)))
         else:
-            yield from packed_tensors(name, quantise(tensor, amaxes[group_of[name]].to(tensor.device)))
+            yield from _WIRE.tensors(name, tensor, amaxes[group_of[name]].to(tensor.device)).items()

@@ -52,6 +52,11 @@ def test_the_probes_speak_for_equal_weights_and_the_training_batches_for_themsel
     assert summary["train_abs_dlogp_mean"] == pytest.approx(0.2) and summary["train_ratio_mean"] == pytest.approx(1.0)
 
 
+def test_the_bytes_of_an_update():
+    rows = [row(0, sync_bytes=4096), row(1), row(2, sync_bytes=4096)]  # no server was updated before the second step
+    assert summarise_run(rows)["sync_bytes"] == 4096
+
+
 def test_staleness_overhead_and_times():
     rows = [
         row(0, staleness_mean=0, staleness_max=0, num_rollouts=8, overhead_share=0.1, step_s=1),

@@ -1,0 +1,116 @@
+"""What leaves a Megatron checkpoint for a Hugging Face folder: its tensors as they are, or its matrices in NVFP4."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_rl.conversion.errors import CheckpointError
+from megatron_rl.conversion.megatron_checkpoint import MegatronCheckpoint
+from megatron_rl.conversion.stored import TensorSpec
+from megatron_rl.layouts import ParameterTable, Role
+from megatron_rl.precision import CheckpointLayout, Selection, amax_of
+
+
+class Outgoing(Protocol):
+    """specs: of every tensor of the folder, by name. config: what config.json says beside the model's own."""
+
+    specs: Mapping[str, TensorSpec]
+    config: Mapping[str, Any]
+
+    def source_of(self, name: str) -> str:
+        """The checkpoint's tensor that it is made from."""
+        ...
+
+    def read(self, source: str) -> Mapping[str, Tensor]:
+        """All that is made from one of the checkpoint's tensors, in memory."""
+        ...
+
+
+class Plain:
+    def __init__(self, checkpoint: MegatronCheckpoint) -> None:
+        self._checkpoint, self.specs = checkpoint, checkpoint.specs
+        self.config: Mapping[str, Any] = {}
+
+    def source_of(self, name: str) -> str:
+        return name
+
+    def read(self, source: str) -> Mapping[str, Tensor]:
+        return {source: self._checkpoint[source].clone(memory_format=torch.contiguous_format)}
+
+
+@dataclass(frozen=True)
+class QuantisedAs:
+    """modules, exclude: as the configuration's [precision] has them."""
+
+    layout: CheckpointLayout
+    modules: Sequence[str] = ("attention", "mlp", "experts")
+    exclude: Sequence[str] = ()
+
+
+class Quantised:
+    """Matrices in NVFP4, as a trainer with the same [precision] multiplies with them, to the last bit.
+
+    A global scale is known when all that shares it has been seen: the members of a group are read once for it and once more to be
+    quantised, and memory stays that of a few tensors. Layers for multi-token prediction, which are not trained, stay as they are.
+    """
+
+    def __init__(self, checkpoint: MegatronCheckpoint, wanted: QuantisedAs) -> None:
+        self._checkpoint, self._layout = checkpoint, wanted.layout
+        selection = Selection(ParameterTable(checkpoint.config), wanted.modules, wanted.exclude)
+        self._group_of = selection.group_of
+        self._members: dict[str, list[str]] = {group: [] for group in selection.groups}
+        for name, group in selection.group_of.items():
+            self._members[group].append(name)
+        self._amaxes: dict[str, Tensor] = {}
+        self._sources: dict[str, str] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        for source, spec in checkpoint.specs.items():
+            found = wanted.layout.specs(source, spec.shape) if source in self._group_of else [(source, spec.shape, spec.dtype)]
+            self.specs |= {name: TensorSpec(shape, dtype) for name, shape, dtype in found}
+            self._sources |= {name: source for name, _, _ in found}
+        table = ParameterTable(checkpoint.config, with_mtp=checkpoint.with_mtp)
+        self.config = {"quantization_config": wanted.layout.config(*left_out(table, selection))}
+
+    def source_of(self, name: str) -> str:
+        return self._sources[name]
+
+    def read(self, source: str) -> Mapping[str, Tensor]:
+        if source not in self._group_of:
+            return {source: self._checkpoint[source].clone(memory_format=torch.contiguous_format)}
+        return self._layout.tensors(source, self._checkpoint[source], self._amax(self._group_of[source]))
+
+    def _amax(self, group: str) -> Tensor:
+        if group not in self._amaxes:
+            found = torch.stack([amax_of(self._checkpoint[name]) for name in self._members[group]]).amax()
+            if not torch.isfinite(found):
+                raise CheckpointError(f"{', '.join(self._members[group])}: values that are not finite have no NVFP4 form")
+            self._amaxes[group] = found
+        return self._amaxes[group]
+
+
+def left_out(table: ParameterTable, selection: Selection) -> tuple[list[str], list[str]]:
+    """Linear maps that are not quantised, by their Hugging Face names, and lists of experts none of which is.
+
+    vLLM takes an entry of ModelOpt's list as a part of a name, too ("model.layers.1" would be in "model.layers.10"): only whole names of
+    modules are safe.
+    """
+    copies = [name for name in table.mtp_copies if "head" in name]
+    modules = dict.fromkeys(name.removesuffix(".weight") for name in ("lm_head.weight", *copies))
+    experts: dict[str, None] = {}
+    for parameter in table.parameters:
+        if not (parameter.role.has_matrices or parameter.role in (Role.ROUTER, Role.OUTPUT)):
+            continue
+        for tensor in parameter.hf:
+            module = tensor.name.removesuffix(".weight")
+            if tensor.name in selection.group_of:
+                continue
+            if not parameter.is_expert:
+                modules[module] = None
+            elif tensor.index is None:
+                experts[module.rpartition(f".{parameter.expert}.")[0]] = None
+            else:  # all experts are one tensor
+                experts[module.rpartition(".")[0]] = None
+    return list(modules), list(experts)

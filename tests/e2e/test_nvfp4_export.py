@@ -1,0 +1,151 @@
+"""What vLLM would multiply with after loading an NVFP4 export is what the trainer multiplies with, in both layouts.
+
+`nvfp4_in_vllm.py` says which parts are vLLM's own. Not shown: its FP4 kernels, which need a GPU.
+"""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_rl.conversion import HfCheckpoint, hf_to_megatron, make_random_model
+from megatron_rl.layouts import ParameterTable
+from megatron_rl.precision import Selection, amax_of, fake_quantise
+from tests.architecture.source import REPOSITORY
+
+pytest.importorskip("vllm")
+
+MOE = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 48, "num_experts": 4,
+    "num_experts_per_tok": 2, "max_position_embeddings": 64, "mlp_only_layers": [1], "tie_word_embeddings": False,
+}  # fmt: skip
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+ULP = 2**-22
+"""vLLM multiplies both scales first, and in the other order: two roundings of fp32 may differ."""
+
+
+def export(folder: Path, layout: str, *options: str) -> Path:
+    command = [
+        "convert",
+        "megatron-to-hf",
+        str(folder / "megatron"),
+        str(folder / layout),
+        "--quantize",
+        "nvfp4",
+        "--quantize-layout",
+        layout,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.launch.cli", *command, *options], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / layout
+
+
+def in_vllm(folder: Path) -> dict[str, Tensor]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    out = folder.with_suffix(".safetensors")
+    command = [sys.executable, "-m", "tests.e2e.nvfp4_in_vllm", str(folder), str(out), str(port)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return load_file(out)
+
+
+def trainers_values(source: Mapping[str, Tensor], selection: Selection) -> dict[str, Tensor]:
+    """Without a checkpoint in between: each group by its own largest magnitude."""
+    amaxes: dict[str, Tensor] = {}
+    for name, group in selection.group_of.items():
+        amaxes[group] = torch.maximum(amaxes.get(group, torch.zeros(())), amax_of(source[name]))
+    return {name: fake_quantise(source[name].float(), amaxes[group]) for name, group in selection.group_of.items()}
+
+
+def as_vllm_fuses(values: dict[str, Tensor], name: str) -> Tensor:
+    """The values that belong into vLLM's tensor `name`."""
+    module, _, part = name.rpartition(".")
+    if part in ("w13", "w2"):
+        prefix = module.removesuffix(".routed_experts")
+        gate_up = part == "w13"
+        names = ("gate_proj", "up_proj") if gate_up else ("down_proj",)
+        count = sum(found.startswith(f"{prefix}.") and found.endswith("down_proj.weight") for found in values)
+        return torch.stack([torch.cat([values[f"{prefix}.{e}.{n}.weight"] for n in names]) for e in range(count)])
+    parent, _, own = module.rpartition(".")
+    return torch.cat([values[f"{parent}.{piece}.weight"] for piece in FUSED.get(own, (own,))])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nvfp4")
+    make_random_model(folder / "hf", MOE, seed=0)
+    hf_to_megatron(folder / "hf", folder / "megatron")
+    return folder
+
+
+def check(found: dict[str, Tensor], source: Path, selection: Selection) -> None:
+    plain = HfCheckpoint.open(source / "hf")
+    values = trainers_values(plain, selection)
+    quantised = {name: tensor for name, tensor in found.items() if not name.startswith("plain:") and "_scale" not in name}
+    elements = 0
+    for name, tensor in quantised.items():
+        expected = as_vllm_fuses(values, name)
+        elements += expected.numel()
+        torch.testing.assert_close(tensor, expected, rtol=ULP, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+    assert elements == sum(tensor.numel() for tensor in values.values())
+    whole = {
+        name.removeprefix("plain:"): tensor
+        for name, tensor in found.items()
+        if name.startswith("plain:") and name.removeprefix("plain:") in plain
+    }
+    assert {"lm_head.weight", "model.embed_tokens.weight", "model.layers.0.mlp.gate.weight"} <= whole.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, plain[name].to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_vllm_gets_the_trainers_values(source: Path, layout: str) -> None:
+    exclude = ["model.layers.0.self_attn", "model.layers.2.mlp.experts"]
+    found = in_vllm(export(source, layout, "--quantize-exclude", ",".join(exclude)))
+    check(found, source, Selection(ParameterTable(MOE), exclude=exclude))
+
+
+def test_activations_of_four_bits_get_their_scale(source: Path, tmp_path: Path) -> None:
+    """A run's [precision] says so; the checkpoint lies where a run would have it."""
+    run = tmp_path / "run"
+    shutil.copytree(source / "megatron", run / "checkpoints" / "megatron")
+    (run / "config.toml").write_text(CONFIG)
+    found = in_vllm(export(run / "checkpoints", "modelopt"))
+    inputs = {name: tensor for name, tensor in found.items() if name.endswith(("input_global_scale", "_input_scale"))}
+    assert len(inputs) == 12
+    for tensor in inputs.values():
+        assert torch.equal(tensor, torch.full_like(tensor, 64.0) / 2688)
+    check(found, source, Selection(ParameterTable(MOE)))
+
+
+CONFIG = f"""
+[run]
+name = "a"
+steps = 1
+[model]
+architecture = {json.dumps(MOE).replace('": ', '" = ').replace("false", "false")}
+max_sequence_length = 64
+[task]
+name = "products"
+[rollouts]
+max_new_tokens = 8
+[precision]
+training = "qat"
+rollouts = "nvfp4"
+activations = "nvfp4"
+activation_amax = 64.0
+[weight_sync]
+probe_tolerance = 1.0
+"""
