@@ -130,7 +130,8 @@ def native_fp4_settings(section: Precision, has_transformer_engine: bool) -> Map
         return {}
     if not has_transformer_engine:
         raise UnsupportedModelError(
-            "precision.training = 'native' needs a Blackwell GPU and Transformer Engine, and this machine has not both"
+            "precision.training = 'native' needs a Blackwell GPU and Transformer Engine, and this machine has not both: without them Megatron "
+            "would train in bf16; install megatron-rl[gpu] on such a machine, or use 'qat'"
         )
     from transformer_engine.common import recipe
 

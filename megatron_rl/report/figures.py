@@ -37,6 +37,7 @@ PANELS = (
     Panel("Tokens a second", {"trainer_tokens_per_s": "trainer, while it trains", "rollout_tokens_per_s": "rollouts"}),
     Panel("Waiting", {"trainer_waits_s": "trainer, for rollouts", "sync_pause_s": "servers, paused for an update"}, "s a step"),
     Panel("Weight sync", {"sync_s": "in all", "sync_transfer_s": "transfer"}, "s"),
+    Panel("Bytes of an update", {"sync_bytes": "to each server"}, "bytes"),
     Panel("Step", {"step_s": "trainer's step", "forward_backward_s": "forward and backward", "optimizer_s": "optimizer"}, "s"),
     Panel("Ledger", {"ledger/drawn": "drawn", "ledger/trained": "trained", "ledger/in_flight": "in flight", "ledger/dropped": "dropped"}, "prompts"),
     Panel(

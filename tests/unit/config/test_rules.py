@@ -13,6 +13,8 @@ def make(**sections):
     return Config.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
 
 
+W4A4 = {"training": "qat", "rollouts": "nvfp4", "activations": "nvfp4"}
+
 REFUSED = [
     ({"model": {"architecture": {}}}, "either path or architecture"),
     ({"model": {"path": None}}, "either path or architecture"),
@@ -32,6 +34,12 @@ REFUSED = [
     ({"servers": {"request_timeout_s": float("inf")}}, "finite"),
     ({"optimizer": {"min_learning_rate": 1.0}}, "min_learning_rate"),
     ({"optimizer": {"muon": {"qk_clip": 100.0}}}, "optimizer.name = 'adamw'"),
+    ({"precision": {"training": "qat"}}, "use 'qat' with 'nvfp4', or set weight_sync.probe_tolerance"),
+    ({"precision": {"rollouts": "nvfp4"}}, "trainer and servers hold different weights"),
+    ({"precision": {"activations": "nvfp4"}}, "needs precision.training = 'qat', not 'full'"),
+    ({"run": {"device": "cpu"}, "precision": W4A4}, "set weight_sync.probe_tolerance to the difference"),
+    ({"run": {"device": "cpu"}, "precision": {"training": "native"}}, "needs a Blackwell GPU and Transformer Engine; on a CPU use 'qat'"),
+    ({"run": {"device": "cuda"}, "precision": {"training": "qat", "rollouts": "nvfp4"}}, "use weight_sync.transport = 'gloo'"),
 ]
 
 
@@ -56,6 +64,8 @@ def test_several_broken_rules_are_said_together():
         {"servers": {"first_port": 65534, "count": 2}},
         {"rollouts": {"keep_set_source": "processed_logprobs", "top_k": 64}},
         {"layout": {"world_size": 4, "tensor": 2, "expert": 2}},
+        {"run": {"device": "cpu"}, "precision": W4A4, "weight_sync": {"probe_tolerance": 0.5}},
+        {"run": {"device": "cuda"}, "precision": {"training": "native"}},
     ],
 )
 def test_the_edge_of_a_rule_passes(sections):

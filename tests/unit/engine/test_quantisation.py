@@ -1,0 +1,110 @@
+"""NVFP4 in the trainer without a model: parameters of any module, inputs of linear maps, and what fp4 training asks of a machine.
+
+That whole models at several layouts compute with these values: tests/distributed/engine/test_quantisation.py.
+"""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_rl.config.sections import Precision
+from megatron_rl.engine.errors import UnsupportedModelError
+from megatron_rl.engine.quantisation import PolicyQuantiser, native_fp4_settings, quantise_inputs
+from megatron_rl.layouts import ParameterTable, Placement
+from megatron_rl.precision import Selection, amax_of, fake_quantise
+from megatron_rl.topology import Layout
+
+MODEL = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 16, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16, "tie_word_embeddings": False,
+}  # fmt: skip
+FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class ForeignLinear(nn.Module):
+    """Not Megatron's: it reads its parameter when it is called, as Transformer Engine's modules do."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs @ self.weight.t()
+
+
+def test_any_module_multiplies_with_the_values_during_a_pass(alone) -> None:
+    table = ParameterTable(MODEL)
+    held = next(h for h in Placement(table, Layout(1)).held_by(0).values() if h.parameter.name == FC2)
+    generator = torch.Generator().manual_seed(0)
+    module = ForeignLinear(torch.randn(held.shape, generator=generator))
+    before, inputs = module.weight.detach().clone(), torch.randn(5, held.shape[1], generator=generator)
+    quantiser = PolicyQuantiser(Selection(table, ["mlp"]), [(held, module.weight)], CPU)
+    values = fake_quantise(before, amax_of(before))
+    with quantiser.applied():
+        out = module(inputs)
+        out.sum().backward()
+    assert torch.equal(out, inputs @ values.t()) and not torch.equal(values, before)
+    assert torch.equal(module.weight, before)
+    assert torch.equal(module.weight.grad, torch.ones(5, held.shape[0]).t() @ inputs)
+
+
+def test_inputs_are_quantised_and_their_gradient_goes_straight_through() -> None:
+    linear, inputs = nn.Linear(32, 3, bias=False), torch.randn(2, 4, 32, requires_grad=True)
+    plain = torch.randn(2, 4, 32)
+    quantise_inputs([linear], 8.0, CPU)
+    out = linear(inputs)
+    rounded = fake_quantise(inputs.detach().flatten(0, -2), torch.tensor(8.0)).view_as(inputs)
+    assert torch.equal(out, rounded @ linear.weight.t()) and not torch.equal(rounded, inputs)
+    (out * plain[..., :3]).sum().backward()
+    torch.testing.assert_close(inputs.grad, plain[..., :3] @ linear.weight)
+    # Beyond the one magnitude that the global scale comes from, values are cut off at it (and rounded, here to itself).
+    assert fake_quantise(torch.full((1, 16), 100.0), torch.tensor(8.0)).unique().tolist() == [8.0]
+
+
+def transformer_engine(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], **recipes: object) -> None:
+    package, common = ModuleType("transformer_engine"), ModuleType("transformer_engine.common")
+    common.recipe = SimpleNamespace(**recipes)
+    for module in (package, common):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+
+NATIVE = Precision(training="native")
+
+
+def test_fp4_training_without_transformer_engine_is_no_silent_bf16() -> None:
+    with pytest.raises(UnsupportedModelError, match="would train in bf16; install .* or use 'qat'"):
+        native_fp4_settings(NATIVE, has_transformer_engine=False)
+    assert native_fp4_settings(Precision(), has_transformer_engine=False) == {}
+
+
+@pytest.mark.parametrize(
+    ("capability", "recipes"), [((9, 0), {"NVFP4BlockScaling": object}), ((10, 0), {})], ids=["Hopper", "an old one"]
+)
+def test_fp4_training_needs_blackwell_and_the_recipe(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], recipes: dict
+) -> None:
+    transformer_engine(monkeypatch, capability, **recipes)
+    with pytest.raises(UnsupportedModelError, match=r"10.0 or above .*2.7 or later\); use 'qat'"):
+        native_fp4_settings(NATIVE, has_transformer_engine=True)
+
+
+def test_the_settings_of_fp4_training_are_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    transformer_engine(monkeypatch, (10, 0), NVFP4BlockScaling=object)
+    settings = native_fp4_settings(NATIVE, has_transformer_engine=True)
+    assert settings == {"fp4": "e2m1", "fp4_recipe": "nvfp4"}
+    assert settings.keys() <= TransformerConfig.__dataclass_fields__.keys()
