@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# The experiment behind sampling distribution replay, small enough for two cores: arms that differ in one thing, over several seeds, all
+# from one starting policy. Ends in a table and one report. Finished runs are skipped and interrupted ones resumed when it is called again.
+#
+#   bash scripts/evidence.sh                               # all of it
+#   bash scripts/evidence.sh --arms a,c --seeds 1 --steps 40 --folder runs/quick
+#
+#   --arms    a  full sampling, top_p = 1
+#             b  top_p < 1, the trainer normalises over the whole vocabulary
+#             c  top_p < 1, the trainer normalises over the recorded keep-sets
+#             d  (c) with Muon
+#             e  (c) without routing replay
+#   --seeds   of prompts and sampling; each seed runs all arms before the next one begins
+#   --steps   of each run
+#   --folder  runs lie in FOLDER/ARM-seedN, the table in FOLDER/table.md, the report in FOLDER/report.html
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+arms=a,b,c,d,e seeds=1,2,3 steps=120 folder=runs/evidence
+usage() { sed -n '2,/^set /{s/^# \{0,1\}//;/^set /!p}' scripts/evidence.sh; }
+while (($#)); do
+    case $1 in
+        --arms | --seeds | --steps | --folder)
+            (($# > 1)) || { echo "evidence: $1 needs a value" >&2; exit 2; }
+            printf -v "${1#--}" %s "$2"; shift 2 ;;
+        -h | --help) usage; exit 0 ;;
+        *) echo "evidence: $1 is no option; bash scripts/evidence.sh --help" >&2; exit 2 ;;
+    esac
+done
+[[ $arms =~ ^[a-e](,[a-e])*$ ]] || { echo "evidence: --arms $arms: letters from a to e, with commas between" >&2; exit 2; }
+[[ $seeds =~ ^[0-9]+(,[0-9]+)*$ ]] || { echo "evidence: --seeds $seeds: numbers, with commas between" >&2; exit 2; }
+[[ $steps =~ ^[1-9][0-9]*$ ]] || { echo "evidence: --steps $steps: a whole number above 0" >&2; exit 2; }
+
+bash scripts/setup.sh
+bin=${VENV:-.venv}/bin
+config=model_configs/evidence-cpu.toml
+
+overrides_of() {
+    case $1 in
+        a) echo --rollouts.top_p 1.0 --rollouts.top_k 0 ;;
+        b) echo --objective.keep_set_replay false ;;
+        c) ;;
+        d) echo --optimizer.name muon ;;
+        e) echo --objective.routing_replay false ;;
+    esac
+}
+steps_done() { grep -c '"phase": "train"' "$folder/$1/metrics.jsonl" 2>/dev/null || true; }
+finished() { [[ $(steps_done "$1") -ge $2 && -f $folder/$1/summary.json ]]; }
+
+# train NAME STEPS OVERRIDES...: begins the run, or goes on with it where it was interrupted. Its output goes to FOLDER/NAME.log.
+train() {
+    local name=$1 last=$2 from=$config resume=()
+    shift 2
+    if [[ -f $folder/$name/config.toml ]]; then from=$folder/$name/config.toml resume=(--resume); fi
+    "$bin/megatron-rl" train "$from" "${resume[@]}" --run.folder "$folder" --run.name "$name" --run.steps "$last" "$@" >>"$folder/$name.log" 2>&1
+}
+
+# One policy for all: the supervised start of a run that ends after its first step.
+mkdir -p "$folder"
+if ! finished start 1; then
+    echo "evidence: the starting policy, about two minutes"
+    train start 1 || { tail -n 15 "$folder/start.log" >&2; echo "evidence: no starting policy; the whole log: $folder/start.log" >&2; exit 1; }
+fi
+
+names=()
+for seed in ${seeds//,/ }; do for arm in ${arms//,/ }; do names+=("$arm-seed$seed"); done; done
+left=()
+for name in "${names[@]}"; do finished "$name" "$steps" || left+=("$name"); done
+echo "evidence: ${#left[@]} of ${#names[@]} runs to do, about $(( ${#left[@]} * (45 + 2 * steps) / 60 )) minutes on two quiet cores"
+
+number=0
+for name in "${left[@]}"; do
+    number=$((number + 1)) began=$SECONDS
+    # shellcheck disable=SC2046 # overrides are words without blanks
+    if train "$name" "$steps" --run.seed "${name##*seed}" --model.architecture none --model.path "$folder/start/supervised" --supervised.steps 0 \
+        $(overrides_of "${name%%-*}"); then
+        took=$((SECONDS - began))
+        echo "evidence: $name done in $took s; at this pace $(( (${#left[@]} - number) * took / 60 )) minutes are left"
+    else
+        echo "evidence: $name FAILED, see $folder/$name.log:"
+        tail -n 3 "$folder/$name.log"
+    fi
+done
+
+status=0
+"$bin/python" scripts/evidence_table.py "$folder" --arms "$arms" --seeds "$seeds" --steps "$steps" | tee "$folder/table.md" || status=$?
+done_runs=()
+for name in "${names[@]}"; do if finished "$name" "$steps"; then done_runs+=("$folder/$name"); fi; done
+if ((${#done_runs[@]})); then "$bin/megatron-rl" report "${done_runs[@]}" --out "$folder/report.html"; fi
+exit "$status"
