@@ -30,10 +30,17 @@ def finished_rows(folder: Path, steps: int) -> list[Row] | None:
     return rows if len(rows) >= steps else None
 
 
+def some_arms(text: str) -> list[str]:
+    arms = text.split(",")
+    if unknown := [arm for arm in arms if arm not in ARMS]:
+        raise argparse.ArgumentTypeError(f"no arm is called {', '.join(map(repr, unknown))}; there are {', '.join(ARMS)}")
+    return arms
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="evidence_table.py", description="Prints the arms of the experiment side by side.")
     parser.add_argument("folder", type=Path, help="holds a folder for each run: a-seed1, ...")
-    parser.add_argument("--arms", default=",".join(ARMS), type=lambda text: text.split(","))
+    parser.add_argument("--arms", default=",".join(ARMS), type=some_arms)
     parser.add_argument("--seeds", default="1,2,3", type=lambda text: text.split(","))
     parser.add_argument("--steps", required=True, type=int, help="of a whole run")
     args = parser.parse_args(argv)
