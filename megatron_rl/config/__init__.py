@@ -1,7 +1,11 @@
 """The typed configuration of a run: one TOML file, no hidden defaults, unknown keys refused."""
 
 from megatron_rl.config.folder import RunFolder, check_startable, run_folder
-from megatron_rl.config.reader import ConfigError, load_config, parse_overrides, to_toml
+from megatron_rl.config.reader import ConfigError, check_tree, load_config, parse_overrides, read_tree, to_toml
+from megatron_rl.config.sections import RoleNodes
 from megatron_rl.config.tree import Config
 
-__all__ = ["Config", "ConfigError", "RunFolder", "check_startable", "load_config", "parse_overrides", "run_folder", "to_toml"]
+__all__ = [
+    "Config", "ConfigError", "RoleNodes", "RunFolder", "check_startable", "check_tree", "load_config", "parse_overrides", "read_tree",
+    "run_folder", "to_toml",
+]  # fmt: skip

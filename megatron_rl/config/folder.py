@@ -10,7 +10,7 @@ from megatron_rl.config.tree import Config
 @dataclass(frozen=True)
 class RunFolder:
     """RUN/: config.toml, model/, spool/, checkpoints/, logs/, metrics.jsonl, tensorboard/, rollouts/, scores/, fingerprints/, replays/,
-    status.json, summary.json, export/."""
+    status.json, summary.json, export/, and of a job job.sbatch, job.json, lives.json, orchestrator.json."""
 
     path: Path
 
@@ -72,6 +72,26 @@ class RunFolder:
     def status_file(self) -> Path:
         """Where the run stands, rewritten every few seconds."""
         return self.path / "status.json"
+
+    @property
+    def job_script(self) -> Path:
+        """What was submitted to Slurm."""
+        return self.path / "job.sbatch"
+
+    @property
+    def job_file(self) -> Path:
+        """Which job of Slurm the run is."""
+        return self.path / "job.json"
+
+    @property
+    def lives_file(self) -> Path:
+        """How often the job has begun at the same step."""
+        return self.path / "lives.json"
+
+    @property
+    def orchestrator_file(self) -> Path:
+        """Where the nodes of a job find the orchestrator."""
+        return self.path / "orchestrator.json"
 
     @property
     def summary_file(self) -> Path:

@@ -4,36 +4,50 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from megatron_rl.config.sections import Section, Slurm
 from megatron_rl.config.tree import Config
+
+T = TypeVar("T", bound=BaseModel)
 
 
 class ConfigError(ValueError):
     """A configuration that cannot run: every fault at once, each with the value, the rule and, where one is near, the remedy."""
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+class Profile(Section):
+    """What a site's file may hold."""
+
+    slurm: Slurm = Slurm()
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), profile: Path | None = None) -> Config:
     """Read and check a TOML file.
 
     overrides: command-line words, `--section.key value` or `--section.key=value`, values in TOML's notation (a bare word is a string).
+    profile: a file with a [slurm] section alone, a site's; what `path` and the overrides say wins.
     Raises ConfigError that lists every fault.
     """
-    try:
-        tree = tomllib.loads(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file, for example one of model_configs/") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    return check_tree(read_tree(path, overrides, profile), path)
+
+
+def read_tree(path: Path, overrides: Sequence[str] = (), profile: Path | None = None) -> dict[str, Any]:
+    """What `load_config` reads, before it is checked."""
+    tree = _read_toml(path)
+    if profile is not None:
+        tree = _merged(_read_profile(profile), tree)
     for dotted, value in parse_overrides(overrides):
         _set(tree, dotted, value)
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(f"{path}:\n" + "\n".join(f"  {_explain(fault)}" for fault in error.errors())) from error
+    return tree
+
+
+def check_tree(tree: dict[str, Any], path: Path) -> Config:
+    """path: where it comes from, for the message. Raises ConfigError that lists every fault."""
+    return _validated(Config, tree, path)
 
 
 def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
@@ -55,6 +69,34 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
 def to_toml(config: Config) -> str:
     """The resolved configuration; reading it again gives an equal Config."""
     return tomli_w.dumps(_without_none(config.model_dump(mode="json")))
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file, for example one of model_configs/") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+
+
+def _read_profile(path: Path) -> dict[str, Any]:
+    tree = _read_toml(path)
+    _validated(Profile, tree, path)
+    return tree
+
+
+def _validated(kind: type[T], tree: dict[str, Any], path: Path) -> T:
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{path}:\n" + "\n".join(f"  {_explain(fault)}" for fault in error.errors())) from error
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both, section by section; where both have a value, the one of `above`."""
+    both = {name: _merged(below[name], value) if isinstance(value, dict) and isinstance(below.get(name), dict) else value for name, value in above.items()}
+    return {**below, **both}
 
 
 def _value(text: str) -> Any:

@@ -261,3 +261,56 @@ class Metrics(Section):
     """Readable rollouts kept in the run's folder for each step."""
     entropy_full_tokens: NonNegative = 128
     """Loss tokens of each microbatch on which the entropy over the whole vocabulary is measured."""
+
+
+class RoleNodes(Section):
+    """The nodes of one role. What is None here is taken from [slurm]."""
+
+    nodes: Positive = 1
+    gpus_per_node: NonNegative = 8
+    """GPUs of a node that the run uses; 0: none, the run computes on CPUs."""
+    partition: str | None = None
+    constraint: str | None = None
+    """Features that the nodes have to have, as sbatch's --constraint takes them."""
+    environment: dict[str, str] = {}
+    """Variables of this role's processes alone, such as NCCL's; they win over the program's own choice."""
+
+
+class Slurm(Section):
+    """What a run asks of a cluster; `megatron-rl launch` reads it, a run on one machine does not. A site keeps what does not change from run
+    to run in one file with a [slurm] section: `launch --profile FILE`."""
+
+    trainer: RoleNodes = RoleNodes()
+    rollouts: RoleNodes = RoleNodes()
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] | None = None
+    """As sbatch takes it: minutes, hours:minutes:seconds, days-hours:minutes:seconds. None: the partition's own."""
+    signal_before_end_s: Positive = 600
+    """So long before the time limit the job is told to finish its step, save and requeue itself. It has to cover the longest step and
+    the writing of a checkpoint."""
+    requeue: bool = True
+    """After the time limit, a preemption or a failure: go on in the next life of the same job."""
+    max_lives_without_checkpoint: Positive = 3
+    """Lives of the job, one after the other, that end without a further checkpoint, before it no longer requeues itself."""
+    exclusive: bool = True
+    """Ask for whole nodes."""
+    request_gpus: bool = True
+    """Ask for GPUs by --gpus-per-node; false where a site gives them with the node."""
+    arguments: list[str] = []
+    """Further arguments of sbatch for all components of the job, each as one word: "--reservation=name"."""
+    prologue: str = ""
+    """Shell lines that run on the job's first node before anything else: modules, exports. What they export reaches every process."""
+    python: str | None = None
+    """The interpreter on the nodes or in the container. None: the one that runs `megatron-rl launch`."""
+    interface: str | None = None
+    """The network interface that the processes of the run listen on and reach one another by, such as "ib0". None: whatever the first
+    node's host name means, and on the other nodes the interface on the way there."""
+    container_image: str | None = None
+    """An image for pyxis and enroot; None: no container."""
+    container_mounts: list[str] = []
+    """SOURCE:TARGET, as pyxis takes them; the run's folder and the folder of the submission are mounted anyway."""
+    join_timeout_s: Seconds = 600.0
+    """For all nodes to join the run, the start of their containers included."""

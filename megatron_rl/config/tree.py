@@ -19,6 +19,7 @@ from megatron_rl.config.sections import (
     Run,
     Section,
     Servers,
+    Slurm,
     Supervised,
     Task,
     Trainer,
@@ -44,6 +45,7 @@ class Config(Section):
     precision: Precision = Precision()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
+    slurm: Slurm = Slurm()
 
     @property
     def parallel(self) -> Layout:

@@ -53,6 +53,36 @@ def train(
 
 
 @app.command(context_settings=Overrides)
+def launch(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="A TOML file with a [slurm] section, or one that --profile completes.", show_default=False)],
+    profile: Annotated[
+        Path | None, typer.Option(envvar="MEGATRON_RL_PROFILE", help="A site's TOML file: [slurm] alone; the run's own wins.", show_default=False)
+    ] = None,
+    sweep: Annotated[
+        list[str] | None, typer.Option(help="'section.key=[value, value]': a job for each value, or for each combination.", show_default=False)
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint of the run's folder.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script as sbatch would get it; submit nothing.")] = False,
+) -> None:
+    """Submit a run to Slurm, as one heterogeneous job: trainer nodes, with the orchestrator on the first, and rollout nodes.
+
+    Further words override the file, as in `train`. `run.folder` has to lie on a filesystem that all nodes share. Before its time limit, and
+    when it is preempted, the job saves and requeues itself; `megatron-rl status`, `logs` and `stop` work from the login node.
+    """
+    from megatron_rl.launch.submit import submissions, submit, warning_about
+
+    with _user_errors():
+        for job in submissions(config, context.args, sweep or [], profile, resume):
+            if warning := warning_about(job.folder):
+                typer.secho(f"megatron-rl: {warning}", fg="yellow", err=True)
+            if dry_run:
+                typer.echo(job.script, nl=False)
+            else:
+                typer.echo(f"{job.folder.path}: job {submit(job)}")
+
+
+@app.command(context_settings=Overrides)
 def replay(
     context: typer.Context,
     run_dir: Annotated[Path, typer.Argument(help="The folder of a run, for example runs/tiny-moe-cpu.", show_default=False)],
@@ -86,7 +116,7 @@ def status(run_dir: RunDir) -> None:
 
 @app.command()
 def stop(run_dir: RunDir) -> None:
-    """Stop a run in order: its step is finished and saved, and `train ... --resume` goes on from there."""
+    """Stop a run in order: its step is finished and saved, and `train` or `launch` with `--resume` goes on from there."""
     from megatron_rl.launch.run_control import stop_run
 
     with _user_errors():

@@ -12,7 +12,7 @@ from megatron_rl.batching import Spool
 from megatron_rl.config import Config, ConfigError, RunFolder, run_folder, to_toml
 from megatron_rl.launch.machines import ThisMachine
 from megatron_rl.launch.run import run
-from megatron_rl.orchestrator import server_process, trainer_processes, worker_process
+from megatron_rl.orchestrator import Rendezvous, server_process, trainer_processes, worker_process
 from megatron_rl.processes import check_port, dying_with_me
 from megatron_rl.tasks import load_task
 
@@ -48,14 +48,19 @@ def prepare_model(config_file: Path, model: Path | None) -> dict[str, object]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def checked_model(config: Config) -> dict[str, object]:
+    """What the model is and how the layout cuts it; nothing is laid ready. Raises ConfigError when they do not fit."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "config.toml"
+        file.write_text(to_toml(config))
+        return prepare_model(file, None)
+
+
 def dry_run_text(config: Config) -> str:
     """What a run would be: resolved configuration, model, layout, processes."""
     check_before_start(config)
     folder = run_folder(config)
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / "config.toml"
-        file.write_text(to_toml(config))
-        model = prepare_model(file, None)
+    model = checked_model(config)
     layout = config.parallel
     lines = ["# resolved configuration", to_toml(config), "# model"]
     lines += [f"{name} = {value}" for name, value in model.items()]
@@ -70,8 +75,9 @@ def dry_run_text(config: Config) -> str:
         )
     lines += ["", "# processes"]
     environment = {"MEGATRON_RL_ORCHESTRATOR": "http://127.0.0.1:PORT", "MEGATRON_RL_KEY": "(made at start)"}
-    commands = [server_process(config, folder, slot, config.servers.first_port + slot, 0, "(made at start)") for slot in range(config.servers.count)]
-    commands += [worker_process(folder, environment), *trainer_processes(config, folder, 0, environment, False)]
+    host, port = config.servers.host, config.servers.first_port
+    commands = [server_process(config, folder, slot, host, port + slot, 0, "(made at start)") for slot in range(config.servers.count)]
+    commands += [worker_process(folder, environment), *trainer_processes(config, folder, Rendezvous(ThisMachine.address, 0), environment, False)]
     for command in commands:
         lines.append(f"{command.name}: {' '.join(f'{k}={v}' for k, v in command.env.items())} {' '.join(command.argv)}")
     return "\n".join(lines)

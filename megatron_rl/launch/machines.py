@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from megatron_rl.config import Config, RunFolder
-from megatron_rl.orchestrator import local_fleet, trainer_processes, worker_process
+from megatron_rl.orchestrator import Rendezvous, local_fleet, trainer_processes, worker_process
 from megatron_rl.processes import Child, Command, Process, free_ports, stop_all
 from megatron_rl.rollouts.fleet import Fleet
 
@@ -62,7 +62,7 @@ class ThisMachine:
         return self._start([worker_process(self._folder, environment)])
 
     def start_trainer(self, environment: Mapping[str, str], resume: bool) -> list[Process]:
-        return self._start(trainer_processes(self._config, self._folder, free_ports(1)[0], environment, resume))
+        return self._start(trainer_processes(self._config, self._folder, Rendezvous(self.address, free_ports(1)[0]), environment, resume))
 
     async def stop(self) -> None:
         await asyncio.to_thread(stop_all, self._children, GRACE_S)  # the orchestrator answers those that take their leave

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config import ConfigError, RunFolder
+from megatron_rl.launch.slurm import Job, call_slurm, job_of, job_state
+from megatron_rl.launch.slurm_job import STOP
 from megatron_rl.launch.status import WRITE_EVERY_S, RunStatus, read_status
 
 SILENT_S = 10 * WRITE_EVERY_S
@@ -16,6 +18,10 @@ SILENT_S = 10 * WRITE_EVERY_S
 
 def status_text(folder: RunFolder) -> str:
     """Where the run stands, for a person. Raises ConfigError where there is no run."""
+    job = job_of(folder)
+    about_job = [_job_line(job)] if job else []
+    if job and read_status(folder) is None:
+        return "\n".join([f"{folder.path}: its orchestrator has not started yet", *about_job])
     status = _status(folder)
     lines = [f"{folder.path}: step {status.step} of {status.steps}, {_state(status)} (process {status.pid} on {status.host})"]
     if status.failure:
@@ -25,11 +31,13 @@ def status_text(folder: RunFolder) -> str:
         lines += [f"  {url}: {state}" for url, state in status.servers.items()]
     latest = folder.latest_checkpoint()
     lines.append(f"latest checkpoint: {latest[1] if latest else 'none'}")
-    return "\n".join(lines)
+    return "\n".join(lines + about_job)
 
 
 def stop_run(folder: RunFolder) -> str:
     """Have the run finish its step, save and leave; returns what was done. Raises ConfigError where it cannot be reached."""
+    if job := job_of(folder):
+        return _stop_job(folder, job)
     status = _status(folder)
     if not status.running:
         return f"{folder.path} is not running"
@@ -39,6 +47,25 @@ def stop_run(folder: RunFolder) -> str:
         return f"{folder.path} is not running: process {status.pid} is no more, and was not stopped in order"
     os.kill(status.pid, signal.SIGTERM)
     return f"{folder.path}: the step under way is finished and saved; `megatron-rl status {folder.path}` says when it has left"
+
+
+def _job_line(job: Job) -> str:
+    try:
+        return f"job {job.number}: {job_state(job) or 'no longer known to Slurm'}"
+    except ConfigError as error:  # the rest can be told without Slurm
+        return f"job {job.number}: {error}"
+
+
+def _stop_job(folder: RunFolder, job: Job) -> str:
+    match job_state(job):
+        case None:
+            return f"{folder.path} is not running: Slurm does not know job {job.number} any more"
+        case "RUNNING":
+            call_slurm("scancel", "--batch", f"--signal={STOP.name.removeprefix('SIG')}", job.number)
+            return f"{folder.path}: the step under way is finished and saved; `megatron-rl status {folder.path}` says when it has left"
+        case state:
+            call_slurm("scancel", job.number)
+            return f"{folder.path}: job {job.number} was {state} and is cancelled"
 
 
 def show_logs(folder: RunFolder, name: str | None, follow: bool, show: Callable[[str], None]) -> None:

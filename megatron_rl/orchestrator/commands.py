@@ -1,7 +1,8 @@
-"""What the processes of a run on one machine are started with: pure functions of config and folder, printed by a dry run."""
+"""What the processes of a run are started with: pure functions of config and folder, printed by a dry run."""
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config import Config, RunFolder
@@ -9,11 +10,20 @@ from megatron_rl.processes import Command
 from megatron_rl.rollouts.server import server_command
 
 
-def server_process(config: Config, folder: RunFolder, slot: int, port: int, life: int, key: str) -> Command:
-    """One vLLM server. `life` counts its starts, so that a restarted server does not sample the same tokens again."""
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of the trainer meet, and how many of them share a machine; None: all."""
+
+    host: str
+    port: int
+    ranks_per_node: int | None = None
+
+
+def server_process(config: Config, folder: RunFolder, slot: int, host: str, port: int, life: int, key: str) -> Command:
+    """One vLLM server, which listens on host:port. `life` counts its starts, so that a restarted server does not sample the same tokens again."""
     s, on_cpu = config.servers, config.device == "cpu"
     argv, env = server_command(
-        str(folder.model), s.host, port,
+        str(folder.model), host, port,
         device=config.device, dtype=config.model.dtype, max_model_len=config.model.max_sequence_length, max_num_seqs=s.max_num_seqs,
         keep_set_source=config.keep_set_source, max_logprobs=config.rollouts.max_keep_set,
         weight_transfer=config.transport, key=key, seed=config.run.seed + 1000 * slot + life,
@@ -24,30 +34,41 @@ def server_process(config: Config, folder: RunFolder, slot: int, port: int, life
     return Command(f"server-{slot}", argv, folder.logs / f"server-{slot}.log", env)
 
 
-def worker_process(folder: RunFolder, environment: Mapping[str, str]) -> Command:
-    argv = [sys.executable, "-m", "megatron_rl.rollouts.worker", str(folder.path), "--orchestrator", environment["MEGATRON_RL_ORCHESTRATOR"]]
-    return Command("worker-0", argv, folder.logs / "worker-0.log", environment)
+def worker_process(folder: RunFolder, environment: Mapping[str, str], number: int = 0) -> Command:
+    name, orchestrator = f"worker-{number}", environment["MEGATRON_RL_ORCHESTRATOR"]
+    argv = [sys.executable, "-m", "megatron_rl.rollouts.worker", str(folder.path), "--orchestrator", orchestrator, "--name", name]
+    return Command(name, argv, folder.logs / f"{name}.log", environment)
 
 
-def trainer_processes(config: Config, folder: RunFolder, rendezvous_port: int, environment: Mapping[str, str], resume: bool) -> list[Command]:
+def trainer_processes(config: Config, folder: RunFolder, meet: Rendezvous, environment: Mapping[str, str], resume: bool) -> list[Command]:
     argv = [sys.executable, "-m", "megatron_rl.trainer", str(folder.path), *(["--resume"] if resume else [])]
-    return rank_processes("trainer", argv, config, folder.logs, rendezvous_port, environment)
+    return rank_processes("trainer", argv, config, folder.logs, meet, {**gpu_variables(config), **environment})
 
 
-def replay_processes(config: Config, folder: RunFolder, scratch: RunFolder, first: int, steps: int, rendezvous_port: int) -> list[Command]:
+def gpu_variables(config: Config) -> dict[str, str]:
+    """What Megatron's ranks need of the GPUs' libraries, and vLLM's servers must not have; what determinism needs each rank sets itself
+    (engine.groups)."""
+    if config.device == "cpu" or config.layout.tensor == config.layout.context == 1:
+        return {}
+    # One queue: kernels then start in the order of their launches, which Megatron's overlap of communication and products relies on.
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def replay_processes(config: Config, folder: RunFolder, scratch: RunFolder, first: int, steps: int, meet: Rendezvous) -> list[Command]:
     """The ranks of a replay: `folder` is the run's, `scratch` holds the configuration of the replay and takes what it writes."""
     argv = [sys.executable, "-m", "megatron_rl.trainer.replay", str(folder.path), str(scratch.path), str(first), str(steps)]
-    return rank_processes("replay", argv, config, scratch.logs, rendezvous_port, {"HF_HUB_OFFLINE": "1"})
+    return rank_processes("replay", argv, config, scratch.logs, meet, {**gpu_variables(config), "HF_HUB_OFFLINE": "1"})
 
 
 def rank_processes(
-    name: str, argv: Sequence[str], config: Config, logs: Path, rendezvous_port: int, environment: Mapping[str, str]
+    name: str, argv: Sequence[str], config: Config, logs: Path, meet: Rendezvous, environment: Mapping[str, str]
 ) -> list[Command]:
     """One process a rank; ranks find one another by torch's environment variables, as torchrun and Slurm set them too."""
     world = config.layout.world_size
     threads = str(config.trainer.threads_per_rank)
-    shared = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous_port), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": threads}
+    shared = {"MASTER_ADDR": meet.host, "MASTER_PORT": str(meet.port), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": threads, **environment}
+    local = [rank % (meet.ranks_per_node or world) for rank in range(world)]
     return [
-        Command(f"{name}-{rank}", argv, logs / f"{name}-{rank}.log", {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        Command(f"{name}-{rank}", argv, logs / f"{name}-{rank}.log", {**shared, "RANK": str(rank), "LOCAL_RANK": str(local[rank])})
         for rank in range(world)
     ]

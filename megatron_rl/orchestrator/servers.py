@@ -1,50 +1,63 @@
-"""The fleet's servers as local processes: how one starts, and what a health check is."""
+"""The fleet's servers as processes: how one starts and ends, and what a health check is."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import httpx
 
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.orchestrator.commands import server_process
-from megatron_rl.processes import Child, check_port, free_ports
+from megatron_rl.processes import Child, Process, check_port, free_ports
 from megatron_rl.rollouts.fleet import Fleet, FleetLimits
 
 GRACE_S = 5.0
 
 
-class LocalServer:
-    """A vLLM server on this machine."""
+class ServerProcess:
+    """A vLLM server, on this machine or on another one."""
 
-    def __init__(self, child: Child, url: str):
-        self.child, self.url = child, url
+    def __init__(self, process: Process, url: str):
+        self.process, self.url = process, url
 
     def poll(self) -> int | None:
-        return self.child.poll()
+        return self.process.poll()
 
     async def stop(self) -> None:
-        self.child.terminate()
+        self.process.terminate()
+        await self._wait()
+        self.process.kill()
+        await self._wait()  # another machine takes its time to do so
+
+    async def _wait(self) -> None:
         deadline = asyncio.get_running_loop().time() + GRACE_S
-        while self.child.poll() is None and asyncio.get_running_loop().time() < deadline:
+        while self.process.poll() is None and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
-        self.child.kill()
 
 
-def local_fleet(config: Config, folder: RunFolder, key: str) -> Fleet:
-    """A fleet that starts config.servers.count servers, each again on the same port when one was asked for."""
+def fleet_of(config: Config, start: Callable[[int, int], Awaitable[ServerProcess]]) -> Fleet:
+    """A fleet of config.servers.count servers. start: takes the slot and how often it was started before."""
     lives = [0] * config.servers.count
     http = httpx.AsyncClient(timeout=None)  # the fleet cuts a check off by itself
 
-    async def start(slot: int) -> LocalServer:
-        host, first = config.servers.host, config.servers.first_port
-        if first:
-            check_port(host, first + slot, f"servers.first_port, server {slot}")
-        port = first + slot if first else free_ports(1, host)[0]
-        child = Child(server_process(config, folder, slot, port, lives[slot], key))
-        lives[slot] += 1
-        return LocalServer(child, f"http://{host}:{port}")
+    async def start_next(slot: int) -> ServerProcess:
+        life, lives[slot] = lives[slot], lives[slot] + 1
+        return await start(slot, life)
 
     async def check(url: str) -> None:
         (await http.get(f"{url}/health")).raise_for_status()
 
     limits = FleetLimits(start_timeout_s=config.servers.start_timeout_s, max_restarts=config.servers.max_restarts)
-    return Fleet(config.servers.count, start, check, limits)
+    return Fleet(config.servers.count, start_next, check, limits)
+
+
+def local_fleet(config: Config, folder: RunFolder, key: str) -> Fleet:
+    """Servers on this machine, each again on the same port when one was asked for."""
+    host, first = config.servers.host, config.servers.first_port
+
+    async def start(slot: int, life: int) -> ServerProcess:
+        if first:
+            check_port(host, first + slot, f"servers.first_port, server {slot}")
+        port = first + slot if first else free_ports(1, host)[0]
+        return ServerProcess(Child(server_process(config, folder, slot, host, port, life, key)), f"http://{host}:{port}")
+
+    return fleet_of(config, start)

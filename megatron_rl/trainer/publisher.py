@@ -1,6 +1,7 @@
 """A version of the policy onto the rollout servers."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from megatron_rl.trainer.ranks import share
 from megatron_rl.trainer.steering import Steering
 from megatron_rl.weight_sync import GlooSender, NcclSender, ServerAddress, WeightSender, update_servers
 from megatron_rl.wire.control import WeightsReport
+from megatron_rl.wire.nodes import ADDRESS_VARIABLE
 from megatron_rl.wire.weights import WeightMeta
 
 logger = logging.getLogger(__name__)
@@ -65,8 +67,9 @@ class Publisher:
 
 
 def _sender(config: Config) -> WeightSender:
-    section = config.weight_sync
+    """It listens on this machine's address in the run: on a cluster the one that its agent found, else the servers' own."""
+    section, host = config.weight_sync, os.environ.get(ADDRESS_VARIABLE, config.servers.host)
     if config.transport == "nccl":
-        return NcclSender(config.servers.host, bucket_bytes=section.bucket_mib << 20, timeout_s=section.timeout_s)
+        return NcclSender(host, bucket_bytes=section.bucket_mib << 20, timeout_s=section.timeout_s)
     # Of one bucket: a server that hangs holds the others up for no longer than this.
-    return GlooSender(config.servers.host, bucket_bytes=section.bucket_mib << 20, timeout_s=min(60.0, section.timeout_s))
+    return GlooSender(host, bucket_bytes=section.bucket_mib << 20, timeout_s=min(60.0, section.timeout_s))

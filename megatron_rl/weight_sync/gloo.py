@@ -36,7 +36,7 @@ class _Flight(NamedTuple):
 class GlooSender:
     """host: the address of this machine under which the servers reach it, and the only one that is listened on.
 
-    bucket_bytes: tensors are sent together up to this size. timeout_s: for meeting a server, and for one bucket to reach it and
+    bucket_bytes: tensors are sent together up to this size. timeout_s: for place a server, and for one bucket to reach it and
     the one before to be loaded. receive_timeout_s: how long a server waits for the next bucket; it must outlast the gathering of
     a bucket and the timeouts of other servers, which hold the stream up. (A sender that dies is noticed at once.)
     """
@@ -60,9 +60,9 @@ class GlooSender:
             return failures
         with ThreadPoolExecutor(len(servers)) as pool:
             meetings = {server.address.name: pool.submit(self._meet, server) for server in servers}
-        for name, meeting in meetings.items():
+        for name, place in meetings.items():
             try:
-                self._groups[name] = meeting.result()
+                self._groups[name] = place.result()
             except (ServerError, RuntimeError) as error:  # torch.distributed's errors are RuntimeErrors
                 failures[name] = f"no weight group: {error}"
         return failures

@@ -5,12 +5,14 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from megatron_rl.config import RunFolder
 from megatron_rl.launch.cli import app
+from megatron_rl.launch.slurm import Job
 from megatron_rl.launch.status import RunStatus
 from megatron_rl.records import write_atomically
 from megatron_rl.wire.control import encode
@@ -18,7 +20,7 @@ from megatron_rl.wire.control import encode
 
 def folder_with(tmp_path, **changes) -> RunFolder:
     folder = RunFolder(tmp_path)
-    folder.logs.mkdir()
+    folder.logs.mkdir(parents=True)
     (folder.logs / "events.log").write_text("checkpoint: step 3\n")
     values = {
         "host": socket.gethostname(), "pid": os.getpid(), "running": True, "step": 3, "steps": 7, "version": 2,
@@ -76,6 +78,47 @@ def test_stop_leaves_another_process_of_that_number_alone(tmp_path):
 def test_stop_on_another_machine_is_refused(tmp_path):
     result = invoke("stop", folder_with(tmp_path, host="elsewhere"))
     assert result.exit_code == 2 and "elsewhere" in result.output
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Stand-ins for squeue, which says that job 12 is in the state given, and scancel, which keeps its words in a file that is returned."""
+
+    def stand_in(state: str) -> Path:
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        (folder / "squeue").write_text(f"#!/bin/sh\necho '3 RUNNING'\n{f'echo 12+0 {state}' if state else ''}\n")
+        (folder / "scancel").write_text(f'#!/bin/sh\necho "$*" > {folder}/words\n')
+        for program in folder.iterdir():
+            program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        return folder / "words"
+
+    return stand_in
+
+
+@pytest.mark.parametrize(
+    ("state", "words", "said"),
+    [("RUNNING", "--batch --signal=USR2 12", "finished and saved"), ("PENDING", "12", "was PENDING and is cancelled"), ("", None, "does not know job 12")],
+)
+def test_a_job_is_stopped_by_slurm(tmp_path, slurm, state, words, said):
+    folder = folder_with(tmp_path / "run", host="a-node")
+    folder.job_file.write_bytes(encode(Job("12")))
+    calls = slurm(state)
+    result = invoke("stop", folder)
+    assert result.exit_code == 0 and said in result.output
+    assert (calls.read_text().strip() if calls.exists() else None) == words
+
+
+def test_status_tells_of_the_job(tmp_path, slurm, monkeypatch):
+    folder = folder_with(tmp_path / "run")
+    folder.job_file.write_bytes(encode(Job("12")))
+    slurm("PENDING")
+    assert "job 12: PENDING" in invoke("status", folder).output
+    folder.status_file.unlink()
+    assert "not started yet" in invoke("status", folder).output
+    monkeypatch.setenv("PATH", "")
+    assert "squeue is not in PATH" in invoke("status", folder).output
 
 
 def test_logs_by_name(tmp_path):

@@ -1,0 +1,80 @@
+"""The nodes of a Slurm job as the machines of a run: an agent on each, which the batch script has started, starts and ends processes."""
+
+import dataclasses
+import socket
+from collections.abc import Callable, Mapping
+
+from megatron_rl.config import Config, RunFolder
+from megatron_rl.launch.machines import GRACE_S
+from megatron_rl.orchestrator import Rendezvous, ServerProcess, fleet_of, server_process, trainer_processes, worker_process
+from megatron_rl.processes import Command, Nodes, Process, address_of_interface, address_of_this_host
+from megatron_rl.records import write_atomically
+from megatron_rl.rollouts.fleet import Fleet
+from megatron_rl.wire.access import key_from_environment
+from megatron_rl.wire.control import encode
+from megatron_rl.wire.nodes import OrchestratorPlace
+
+
+class ClusterMachines:
+    """The orchestrator is on the first trainer node. life: of the job, so that agents of an earlier one are not taken for this one's."""
+
+    def __init__(self, config: Config, folder: RunFolder, life: str):
+        self._config, self._folder, self._life = config, folder, life
+        slurm = config.slurm
+        self.address = address_of_interface(slurm.interface) if slurm.interface else address_of_this_host()
+        self.key = key_from_environment()
+        self._nodes = Nodes({"trainer": slurm.trainer.nodes, "rollouts": slurm.rollouts.nodes})
+
+    @property
+    def handlers(self) -> Mapping[str, tuple[type, Callable]]:
+        return self._nodes.handlers
+
+    async def gather(self, url: str) -> None:
+        write_atomically(self._folder.orchestrator_file, encode(OrchestratorPlace(self._life, socket.gethostname(), url)))
+        await self._nodes.wait_until_joined(self._config.slurm.join_timeout_s)
+
+    def fleet(self) -> Fleet:
+        return fleet_of(self._config, self._start_server)
+
+    def start_workers(self, environment: Mapping[str, str]) -> list[Process]:
+        """One on each rollout node."""
+        environment = {**environment, **self._of_role("rollouts")}
+        commands = [worker_process(self._folder, environment, number) for number in range(self._config.slurm.rollouts.nodes)]
+        return [self._nodes.start(self._nodes.node("rollouts", number), command) for number, command in enumerate(commands)]
+
+    def start_trainer(self, environment: Mapping[str, str], resume: bool) -> list[Process]:
+        per_node = ranks_per_node(self._config)
+        first = self._nodes.node("trainer", 0)
+        meet = Rendezvous(first.address, first.take_port(), per_node)
+        commands = trainer_processes(self._config, self._folder, meet, {**environment, **self._of_role("trainer")}, resume)
+        return [
+            self._nodes.start(self._nodes.node("trainer", rank // per_node), command) for rank, command in enumerate(commands)
+        ]
+
+    async def stop(self) -> None:
+        await self._nodes.end(GRACE_S)
+
+    async def _start_server(self, slot: int, life: int) -> ServerProcess:
+        """On the node of its slot, with its share of the node's GPUs."""
+        num_nodes, tensor = self._config.slurm.rollouts.nodes, self._config.servers.tensor
+        node = self._nodes.node("rollouts", slot % num_nodes)
+        port = node.take_port()
+        command = server_process(self._config, self._folder, slot, node.address, port, life, self.key)
+        first_device = slot // num_nodes * tensor
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(node.devices[first_device : first_device + tensor])} if node.devices else {}
+        environment = {**command.env, **devices, "VLLM_HOST_IP": node.address, **self._of_role("rollouts")}
+        return ServerProcess(self._nodes.start(node, _with_environment(command, environment)), f"http://{node.address}:{port}")
+
+    def _of_role(self, role: str) -> dict[str, str]:
+        """What NCCL and Gloo have to know of the network, and what the configuration adds."""
+        slurm = self._config.slurm
+        interface = {"NCCL_SOCKET_IFNAME": slurm.interface, "GLOO_SOCKET_IFNAME": slurm.interface} if slurm.interface else {}
+        return {**interface, **(slurm.trainer if role == "trainer" else slurm.rollouts).environment}
+
+
+def ranks_per_node(config: Config) -> int:
+    return config.layout.world_size // config.slurm.trainer.nodes
+
+
+def _with_environment(command: Command, environment: Mapping[str, str]) -> Command:
+    return dataclasses.replace(command, env=environment)

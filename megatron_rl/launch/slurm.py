@@ -1,0 +1,40 @@
+"""Slurm's own commands, as `launch`, `status` and `stop` use them, and which job a run is."""
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from megatron_rl.config import ConfigError, RunFolder
+from megatron_rl.wire.control import decode
+
+COMMAND_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """RUN/job.json."""
+
+    number: str
+    """Of the job; the same in all of its lives. Of a heterogeneous job that of its first component."""
+
+
+def call_slurm(*argv: str) -> str:
+    """What the command prints. Raises ConfigError with its own words when it fails."""
+    if shutil.which(argv[0]) is None:
+        raise ConfigError(f"{argv[0]} is not in PATH: give this command on a node of the cluster, such as a login node")
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise ConfigError(f"{' '.join(argv)}: {done.stderr.strip() or f'ended with status {done.returncode}'}")
+    return done.stdout.strip()
+
+
+def job_of(folder: RunFolder) -> Job | None:
+    """None: the run was started by `megatron-rl train`."""
+    return decode(folder.job_file.read_bytes(), Job) if folder.job_file.exists() else None
+
+
+def job_state(job: Job) -> str | None:
+    """As squeue names it, 'RUNNING' or 'PENDING' say; None for one that is no more. Raises ConfigError."""
+    # By name of the user's own jobs, since squeue fails for the number of a job that it no longer knows.
+    rows = [row.split() for row in call_slurm("squeue", "--me", "--noheader", "--format=%i %T").splitlines()]
+    return next((state for number, state in rows if number.partition("+")[0] == job.number), None)

@@ -1,0 +1,218 @@
+"""`megatron-rl launch`: a configuration to a batch script, and the script to Slurm."""
+
+import itertools
+import json
+import shlex
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from megatron_rl.config import Config, ConfigError, RoleNodes, RunFolder, check_startable, check_tree, read_tree, run_folder
+from megatron_rl.launch.cluster import ranks_per_node
+from megatron_rl.launch.local import checked_model
+from megatron_rl.launch.slurm import Job, call_slurm, job_of, job_state
+from megatron_rl.launch.slurm_job import GO_ON
+from megatron_rl.records import write_atomically
+from megatron_rl.wire.control import encode
+
+TEMPLATE = Path(__file__).parents[2] / "slurm" / "job.sbatch.jinja"
+
+LOCAL_FILESYSTEMS = {"btrfs", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One job. folder: of its run."""
+
+    config: Config
+    folder: RunFolder
+    script: str
+
+
+def submissions(
+    path: Path, overrides: Sequence[str], sweeps: Sequence[str], profile: Path | None, resume: bool
+) -> list[Submission]:
+    """The jobs that a command line means, one for each point of the sweep, all of them checked. Raises ConfigError."""
+    found = []
+    for words, suffix in points(sweeps):
+        config = load_for_cluster(path, [*overrides, *words], profile)
+        if suffix:
+            name = f"{config.run.name}-{suffix}"
+            config = load_for_cluster(path, [*overrides, *words, "--run.name", name], profile)
+        check_job(config)
+        folder = RunFolder(run_folder(config).path.absolute())
+        check_startable(folder, resume)
+        found.append(Submission(config, folder, batch_script(config, folder)))
+    return found
+
+
+def warning_about(folder: RunFolder) -> str | None:
+    """What the user should know of where the run's folder lies; the job itself looks whether its nodes see it."""
+    kind = _filesystem_of(folder.path)
+    if kind not in LOCAL_FILESYSTEMS:
+        return None
+    return f"{folder.path} lies on {kind}, which other machines see only if this one exports it: all nodes of the job need run.folder"
+
+
+def submit(job: Submission) -> str:
+    """Write the run's folder, hand the script to Slurm; returns the number of the job. Raises ConfigError with what sbatch says."""
+    if shutil.which("sbatch") is None:
+        raise ConfigError("sbatch is not in PATH: launch from a login node of the cluster; --dry-run prints the script anywhere")
+    if (earlier := job_of(job.folder)) and (state := job_state(earlier)):
+        raise ConfigError(f"{job.folder.path}: its job {earlier.number} is {state}; `megatron-rl stop {job.folder.path}` ends it")
+    checked_model(job.config)
+    job.folder.create(job.config)
+    job.folder.lives_file.unlink(missing_ok=True)
+    job.folder.job_script.write_text(job.script)
+    number = call_slurm("sbatch", "--parsable", str(job.folder.job_script)).split(";")[0]
+    write_atomically(job.folder.job_file, encode(Job(number)))
+    return number
+
+
+def load_for_cluster(path: Path, words: Sequence[str], profile: Path | None) -> Config:
+    """The login node has other devices than the nodes: 'auto' means what [slurm] asks for."""
+    tree = read_tree(path, words, profile)
+    if _value_at(tree, "run", "device") in (None, "auto"):
+        gpus = _value_at(tree, "slurm", "trainer", "gpus_per_node")
+        tree["run"] = {**tree.get("run", {}), "device": "cpu" if gpus == 0 else "cuda"}
+    return check_tree(tree, path)
+
+
+def points(sweeps: Sequence[str]) -> Iterator[tuple[list[str], str]]:
+    """['a.b=[1, 2]', 'c.d=[3]'] to the overrides and the name of every combination: ['--a.b=1', '--c.d=3'], 'b-1-d-3', and so on."""
+    axes = [_axis(sweep) for sweep in sweeps]
+    for combination in itertools.product(*axes):
+        words = [f"--{key}={json.dumps(value)}" for key, value in combination]
+        yield words, "-".join(f"{key.rpartition('.')[2]}-{value}" for key, value in combination)
+
+
+def check_job(config: Config) -> None:
+    """That layout and servers fit the nodes. Raises ConfigError that lists what does not."""
+    broken = [message for message in (_ranks_fit(config), *_servers_fit(config), _devices_agree(config)) if message]
+    if broken:
+        raise ConfigError("the job cannot be:\n" + "\n".join(f"  {message}" for message in broken))
+
+
+def batch_script(config: Config, folder: RunFolder) -> str:
+    """The text that sbatch gets."""
+    slurm = config.slurm
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False, keep_trailing_newline=True)
+    try:
+        template = environment.from_string(TEMPLATE.read_text())
+    except OSError as error:
+        raise ConfigError(f"{TEMPLATE}: {error.strerror}; launch from a checkout of the project (pip install -e)") from error
+    return template.render(
+        shared=_shared_options(config, folder), trainer=_component(config, slurm.trainer), rollouts=_component(config, slurm.rollouts),
+        run=shlex.quote(str(folder.path)), prologue=slurm.prologue.strip(), container=_container_options(config, folder),
+        trainer_nodes=slurm.trainer.nodes, rollouts_nodes=slurm.rollouts.nodes, python=shlex.quote(slurm.python or sys.executable),
+        go_on=GO_ON, requeue=slurm.requeue,
+    )  # fmt: skip
+
+
+def _value_at(tree: Any, *keys: str) -> Any:
+    """None where there is nothing, or not what the configuration allows, which its check will say."""
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def _shared_options(config: Config, folder: RunFolder) -> list[str]:
+    """Of the whole job; sbatch takes them in front of the first component."""
+    slurm = config.slurm
+    return [
+        f"--job-name={config.run.name}", f"--output={folder.logs}/job-%j.log", "--open-mode=append", f"--chdir={Path.cwd()}",
+        "--requeue" if slurm.requeue else "--no-requeue", f"--signal=B:USR1@{slurm.signal_before_end_s}",
+    ]  # fmt: skip
+
+
+def _component(config: Config, nodes: RoleNodes) -> list[str]:
+    slurm = config.slurm
+    asked = {
+        "partition": nodes.partition or slurm.partition, "account": slurm.account, "qos": slurm.qos, "time": slurm.time_limit,
+        "constraint": nodes.constraint or slurm.constraint, "gpus-per-node": (nodes.gpus_per_node or None) if slurm.request_gpus else None,
+    }  # fmt: skip
+    options = [
+        f"--nodes={nodes.nodes}",
+        "--ntasks-per-node=1",
+        "--mem=0",
+        "--no-kill",
+        *(["--exclusive"] if slurm.exclusive else []),
+    ]
+    return [*options, *(f"--{name}={value}" for name, value in asked.items() if value is not None), *slurm.arguments]
+
+
+def _container_options(config: Config, folder: RunFolder) -> str:
+    slurm = config.slurm
+    if slurm.container_image is None:
+        return ""
+    here = str(Path.cwd())
+    mounts = [f"{place}:{place}" for place in dict.fromkeys((here, str(folder.path)))] + slurm.container_mounts
+    options = [
+        f"--container-image={slurm.container_image}",
+        f"--container-mounts={','.join(mounts)}",
+        f"--container-workdir={here}",
+    ]
+    return " ".join(shlex.quote(option) for option in options)
+
+
+def _ranks_fit(config: Config) -> str | None:
+    ranks, t = config.layout.world_size, config.slurm.trainer
+    if ranks % t.nodes:
+        return (
+            f"layout.world_size = {ranks} is not a multiple of slurm.trainer.nodes = {t.nodes}: every node has equally many ranks"
+        )
+    if t.gpus_per_node and ranks_per_node(config) > t.gpus_per_node:
+        most = t.nodes * t.gpus_per_node
+        return (
+            f"layout.world_size = {ranks} is above slurm.trainer.nodes x gpus_per_node = {t.nodes} x {t.gpus_per_node} = {most}"
+        )
+    return None
+
+
+def _servers_fit(config: Config) -> Iterator[str]:
+    s, r = config.servers, config.slurm.rollouts
+    if s.count < r.nodes:
+        yield f"servers.count = {s.count} is below slurm.rollouts.nodes = {r.nodes}: nodes would do nothing"
+    if r.gpus_per_node and s.tensor > r.gpus_per_node:
+        yield f"servers.tensor = {s.tensor} is above slurm.rollouts.gpus_per_node = {r.gpus_per_node}: a server lies on one node"
+    elif r.gpus_per_node and -(-s.count // r.nodes) * s.tensor > r.gpus_per_node:
+        most = r.nodes * (r.gpus_per_node // s.tensor)
+        yield f"servers.count = {s.count} of servers.tensor = {s.tensor} GPUs: {r.nodes} nodes of {r.gpus_per_node} GPUs hold {most}"
+    if s.first_port:
+        yield f"servers.first_port = {s.first_port}: on a cluster servers take free ports; leave it 0"
+
+
+def _devices_agree(config: Config) -> str | None:
+    t, r = config.slurm.trainer.gpus_per_node, config.slurm.rollouts.gpus_per_node
+    if bool(t) != bool(r):
+        return f"slurm.trainer.gpus_per_node = {t} and slurm.rollouts.gpus_per_node = {r}: either both roles have GPUs or neither"
+    if (config.device == "cuda") != bool(t):
+        return f"run.device = '{config.device}' with gpus_per_node = {t}"
+    return None
+
+
+def _filesystem_of(path: Path) -> str:
+    """As /proc/self/mounts names it, for a path that need not be there yet."""
+    mounts = {
+        fields[1]: fields[2] for line in Path("/proc/self/mounts").read_text().splitlines() if len(fields := line.split()) > 2
+    }
+    return next((mounts[str(place)] for place in (path, *path.parents) if str(place) in mounts), "")
+
+
+def _axis(sweep: str) -> list[tuple[str, Any]]:
+    key, equals, text = sweep.removeprefix("--").partition("=")
+    try:
+        values = tomllib.loads(f"value = {text}")["value"] if equals else None
+    except tomllib.TOMLDecodeError:
+        values = None
+    if "." not in key or not isinstance(values, list) or not values:
+        raise ConfigError(
+            f"--sweep {sweep}: written as --sweep 'section.key=[value, value]', for example 'optimizer.learning_rate=[1e-6, 3e-6]'"
+        )
+    return [(key.replace("-", "_"), value) for value in values]

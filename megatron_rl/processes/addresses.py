@@ -1,0 +1,44 @@
+"""Addresses of this machine."""
+
+import fcntl
+import socket
+import struct
+from pathlib import Path
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+class AddressError(RuntimeError):
+    """An interface that is not there, or a host name that means nothing."""
+
+
+def address_of_interface(name: str) -> str:
+    """The IPv4 address of a network interface, such as 'ib0'. Raises AddressError that lists those that are there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        try:
+            answer = fcntl.ioctl(s.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError as error:
+            there = ", ".join(sorted(p.name for p in Path("/sys/class/net").iterdir()))
+            raise AddressError(
+                f"slurm.interface = {name!r}: {socket.gethostname()} has no IPv4 address there ({error.strerror}); its interfaces: {there}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's own address on the route to another one; connecting a datagram socket sends nothing."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def address_of_this_host() -> str:
+    """What this machine's own name means here. Raises AddressError where that is nothing."""
+    name = socket.gethostname()
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise AddressError(
+            f"the name of this machine, {name}, has no address ({error}); name an interface in slurm.interface"
+        ) from error

@@ -1,0 +1,171 @@
+"""The agent of one node of a cluster's run: `python -m megatron_rl.processes.agent RUN_DIR --role trainer|rollouts`, one task a node.
+
+It finds the orchestrator by RUN/orchestrator.json (written anew in each life of the job), joins it, and starts and ends processes as
+ordered. All of them end with it: when Slurm ends its step, and when the orchestrator has not answered for PATIENCE_S. The run's key comes
+in MEGATRON_RL_KEY, the life in MEGATRON_RL_LIFE, the number of the node in SLURM_PROCID.
+"""
+
+import argparse
+import asyncio
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import httpx
+
+from megatron_rl.config import ConfigError, RunFolder
+from megatron_rl.processes.addresses import AddressError, address_of_interface, address_towards
+from megatron_rl.processes.child import Child, Command, ProcessError, stop_all
+from megatron_rl.processes.ports import free_ports
+from megatron_rl.wire.access import KeyMissingError, key_from_environment, with_key
+from megatron_rl.wire.control import Ack, decode, encode
+from megatron_rl.wire.nodes import (
+    ADDRESS_VARIABLE,
+    ROLES,
+    NodeOrders,
+    NodeRequest,
+    OrchestratorPlace,
+    ProcessEnded,
+    StartOrder,
+    StopOrder,
+)
+
+PATIENCE_S = 60.0
+GRACE_S = 10.0
+NUM_PORTS = 32
+WATCH_EVERY_S = 0.2
+NOT_STARTED = 127
+"""Status of a process whose program is not there, as a shell has it."""
+
+logger = logging.getLogger(__name__)
+
+
+class Agent:
+    """devices: what CUDA_VISIBLE_DEVICES may name here."""
+
+    def __init__(self, role: str, index: int, place: OrchestratorPlace, key: str, address: str, devices: tuple[str, ...]):
+        self._role, self._index, self._address, self._devices = role, index, address, devices
+        self._http = httpx.AsyncClient(base_url=place.url, headers=with_key(key), timeout=30.0, trust_env=False)
+        self._children: dict[str, Child] = {}
+        self._num_done = 0
+
+    async def run(self) -> None:
+        """Until the run is over or the agent's step is ended. Raises ProcessError when the orchestrator is gone."""
+        tasks = [asyncio.create_task(self._obey()), asyncio.create_task(self._watch())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            stop_all(list(self._children.values()), GRACE_S)
+
+    async def _obey(self) -> None:
+        while True:
+            answer = await self._ask()
+            for order in answer.orders:
+                await self._carry_out(order)
+                self._num_done += 1
+            if answer.leave:
+                return
+
+    async def _ask(self) -> NodeOrders:
+        ports = tuple(free_ports(NUM_PORTS, self._address))
+        request = NodeRequest(self._role, self._index, socket.gethostname(), self._address, self._devices, ports, self._num_done)
+        return await self._send("/node", request, NodeOrders)
+
+    async def _carry_out(self, order: StartOrder | StopOrder) -> None:
+        if isinstance(order, StartOrder):
+            await self._start(order)
+        elif (child := self._children.get(order.process)) is not None:
+            child.kill() if order.kill else child.terminate()
+
+    async def _start(self, order: StartOrder) -> None:
+        environment = {**order.env, ADDRESS_VARIABLE: self._address}
+        try:
+            self._children[order.process] = Child(Command(order.name, order.argv, Path(order.log_file), environment))
+        except ProcessError as error:
+            logger.error("%s", error)
+            Path(order.log_file).write_text(f"{error}\n")
+            await self._send("/node/ended", ProcessEnded(order.process, NOT_STARTED), Ack)
+
+    async def _watch(self) -> None:
+        told: set[str] = set()
+        while True:
+            for process, child in list(self._children.items()):
+                if process not in told and (status := child.poll()) is not None:
+                    await self._send("/node/ended", ProcessEnded(process, status), Ack)
+                    told.add(process)
+            await asyncio.sleep(WATCH_EVERY_S)
+
+    async def _send(self, path: str, message: object, answer: type):
+        deadline = asyncio.get_running_loop().time() + PATIENCE_S
+        while True:
+            try:
+                reply = await self._http.post(path, content=encode(message))
+                reply.raise_for_status()
+                return decode(reply.content, answer)
+            except httpx.TransportError as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise ProcessError(f"the orchestrator has not answered for {PATIENCE_S:g} s: {error}") from error
+                await asyncio.sleep(0.5)
+
+
+async def place_of(folder: RunFolder, life: str) -> OrchestratorPlace:
+    """Where this life's orchestrator is, once it has written it; the job ends when it never does."""
+    while True:
+        if folder.orchestrator_file.exists():
+            place = decode(folder.orchestrator_file.read_bytes(), OrchestratorPlace)
+            if place.life == life:
+                return place
+        await asyncio.sleep(0.5)
+
+
+def own_address(place: OrchestratorPlace, interface: str | None) -> str:
+    """Raises AddressError when the orchestrator says an address that means another machine here."""
+    host, _, port = place.url.removeprefix("http://").partition(":")
+    if ipaddress.ip_address(host).is_loopback and socket.gethostname() != place.host:
+        raise AddressError(
+            f"the name of {place.host} means {host} there, which no other node can reach; name an interface in slurm.interface"
+        )
+    return address_of_interface(interface) if interface else address_towards(host, int(port))
+
+
+def devices_here(gpus: int) -> tuple[str, ...]:
+    """The GPUs that Slurm gave this step, else the first ones."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(given.split(",")[:gpus]) if given else tuple(map(str, range(gpus)))
+
+
+async def serve(folder: RunFolder, role: str) -> None:
+    place = await place_of(folder, os.environ["MEGATRON_RL_LIFE"])
+    slurm = folder.config().slurm
+    address = own_address(place, slurm.interface)
+    devices = devices_here((slurm.trainer if role == "trainer" else slurm.rollouts).gpus_per_node)
+    await Agent(role, int(os.environ["SLURM_PROCID"]), place, key_from_environment(), address, devices).run()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m megatron_rl.processes.agent")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--role", choices=ROLES, required=True)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request otherwise
+    # Sent to every task of a job that is cancelled or preempted: the orchestrator saves, and needs its processes for that.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        asyncio.run(serve(RunFolder(arguments.run_dir), arguments.role))
+    except (ProcessError, AddressError, KeyMissingError, ConfigError) as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""The messages between the orchestrator and the agents of a cluster's nodes, one agent a node.
+
+    agent   POST /node         NodeRequest  -> NodeOrders    joins with the first one; waits (at most `wait_s`) for further orders
+    agent   POST /node/ended   ProcessEnded -> Ack           a process that it started is no more
+
+Orders of a node are numbered by their place in its list. An agent says how many it has carried out and gets those that follow, so an
+answer that is lost on its way is given again, and no order is carried out twice.
+"""
+
+from dataclasses import dataclass, field
+
+ROLES = ("trainer", "rollouts")
+
+ADDRESS_VARIABLE = "MEGATRON_RL_ADDRESS"
+"""In the environment of every process that an agent starts: the address of its node, under which the run's other nodes reach it."""
+
+
+@dataclass(frozen=True)
+class OrchestratorPlace:
+    """RUN/orchestrator.json: where the agents find the orchestrator."""
+
+    life: str
+    """Of the job; the file of an earlier life is no longer true."""
+    host: str
+    url: str
+
+
+@dataclass(frozen=True)
+class NodeRequest:
+    role: str
+    index: int
+    """Number of the node among those of its role."""
+    host: str
+    address: str
+    """Under which the other nodes of the run reach this one."""
+    devices: tuple[str, ...]
+    """What CUDA_VISIBLE_DEVICES may name on this node."""
+    free_ports: tuple[int, ...]
+    """Of `address`, now."""
+    num_done: int
+    """Orders carried out."""
+    wait_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class StartOrder:
+    process: str
+    """The orchestrator's name for the process; another one at each start."""
+    name: str
+    argv: tuple[str, ...]
+    log_file: str
+    env: dict[str, str] = field(default_factory=dict, repr=False)  # holds the run's key
+
+
+@dataclass(frozen=True)
+class StopOrder:
+    """kill: at once, with all that it started; else it is asked to end."""
+
+    process: str
+    kill: bool
+
+
+@dataclass(frozen=True)
+class NodeOrders:
+    orders: tuple[StartOrder | StopOrder, ...] = ()
+    """In the order in which they were given; carried out after `num_done` earlier ones."""
+    leave: bool = False
+    """The run is over."""
+
+
+@dataclass(frozen=True)
+class ProcessEnded:
+    process: str
+    status: int
+    """As of subprocess: negative for a signal."""
