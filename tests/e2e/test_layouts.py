@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+from safetensors.torch import load_file
 
 from megatron_rl.config import RunFolder
 from megatron_rl.conversion import make_random_model
@@ -58,3 +59,15 @@ def test_a_run_from_a_converted_checkpoint(tmp_path: Path) -> None:
     done = megatron_rl("train", tmp_path / "run.toml")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert_trained(tmp_path / "from-megatron")
+
+
+def test_a_run_with_nvfp4_weights_on_both_sides(tmp_path: Path) -> None:
+    """Servers hold what travelled packed, the trainer's passes use the same values, and the export of its checkpoint has them, too."""
+    done = train(tmp_path / "nvfp4", "--precision.training", "qat", "--precision.rollouts", "nvfp4")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert_trained(tmp_path / "nvfp4")
+    checkpoint, out = RunFolder(tmp_path / "nvfp4").latest_checkpoint(), tmp_path / "out"
+    converted = megatron_rl("convert", "megatron-to-hf", checkpoint[1], out, "--quantize", "nvfp4")
+    assert converted.returncode == 0, converted.stderr
+    sent = sum(tensor.numel() * tensor.element_size() for file in out.glob("*.safetensors") for tensor in load_file(file).values())
+    assert json.loads(RunFolder(tmp_path / "nvfp4").summary_file.read_text())["sync_bytes"] == sent

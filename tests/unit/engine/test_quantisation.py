@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_rl.config.sections import Precision
+from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.engine.quantisation import PolicyQuantiser, native_fp4_settings, quantise_inputs
 from megatron_rl.layouts import ParameterTable, Placement
@@ -71,6 +72,12 @@ def test_inputs_are_quantised_and_their_gradient_goes_straight_through() -> None
     torch.testing.assert_close(inputs.grad, plain[..., :3] @ linear.weight)
     # Beyond the one magnitude that the global scale comes from, values are cut off at it (and rounded, here to itself).
     assert fake_quantise(torch.full((1, 16), 100.0), torch.tensor(8.0)).unique().tolist() == [8.0]
+
+
+def test_inputs_of_transformer_engines_maps_are_refused() -> None:
+    engine = SimpleNamespace(backend=SimpleNamespace(transformer_engine=True))
+    with pytest.raises(UnsupportedModelError, match="fused norm.*train with precision.training = 'native'"):
+        Engine._quantise_inputs(engine, [])
 
 
 def transformer_engine(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], **recipes: object) -> None:
