@@ -4,12 +4,15 @@
 #
 #   bash scripts/evidence.sh                               # all of it
 #   bash scripts/evidence.sh --arms a,c --seeds 1 --steps 40 --folder runs/quick
+#   bash scripts/evidence.sh --arms c,f,g --folder runs/nvfp4          # NVFP4, which is not among "all of it"
 #
 #   --arms    a  full sampling, top_p = 1
 #             b  top_p < 1, the trainer normalises over the whole vocabulary
 #             c  top_p < 1, the trainer normalises over the recorded keep-sets
 #             d  (c) with Muon
 #             e  (c) without routing replay
+#             f  (c) with NVFP4 weights on the servers and quantisation-aware training
+#             g  (c) with NVFP4 weights on the servers alone
 #   --seeds   of prompts and sampling; each seed runs all arms before the next one begins
 #   --steps   of each run
 #   --folder  runs lie in FOLDER/ARM-seedN, the table in FOLDER/table.md, the report in FOLDER/report.html
@@ -27,7 +30,7 @@ while (($#)); do
         *) echo "evidence: $1 is no option; bash scripts/evidence.sh --help" >&2; exit 2 ;;
     esac
 done
-[[ $arms =~ ^[a-e](,[a-e])*$ ]] || { echo "evidence: --arms $arms: letters from a to e, with commas between" >&2; exit 2; }
+[[ $arms =~ ^[a-g](,[a-g])*$ ]] || { echo "evidence: --arms $arms: letters from a to g, with commas between" >&2; exit 2; }
 [[ $seeds =~ ^[0-9]+(,[0-9]+)*$ ]] || { echo "evidence: --seeds $seeds: numbers, with commas between" >&2; exit 2; }
 [[ $steps =~ ^[1-9][0-9]*$ ]] || { echo "evidence: --steps $steps: a whole number above 0" >&2; exit 2; }
 
@@ -42,6 +45,8 @@ overrides_of() {
         c) ;;
         d) echo --optimizer.name muon ;;
         e) echo --objective.routing_replay false ;;
+        f) echo --precision.training qat --precision.rollouts nvfp4 ;;
+        g) echo --precision.rollouts nvfp4 --weight_sync.probe_tolerance 100.0 ;; # that the probes differ is what is to be seen
     esac
 }
 steps_done() { grep -c '"phase": "train"' "$folder/$1/metrics.jsonl" 2>/dev/null || true; }

@@ -20,6 +20,8 @@ ARMS = {
     "c": "(c) keep-set replay",
     "d": "(d) = (c), Muon",
     "e": "(e) = (c), no routing replay",
+    "f": "(f) = (c), NVFP4 and QAT",
+    "g": "(g) = (c), NVFP4 without QAT",
 }
 
 

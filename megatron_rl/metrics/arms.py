@@ -22,8 +22,13 @@ _BOTH_ENDS = {
 _LARGEST = {"largest abs Δ log p": "abs_dlogp_max"}
 """Shown as the largest of the first and of the last EDGE steps."""
 
-_WHOLE_RUN = {"singleton share": "singleton_share", "staleness, versions": "staleness_mean"}
-"""Shown as the mean over all steps."""
+_WHOLE_RUN = {
+    "mean abs Δ log p at equal weights (probes)": "probe/abs_dlogp_mean",
+    "singleton share": "singleton_share",
+    "staleness, versions": "staleness_mean",
+    "bytes of a weight update": "sync_bytes",
+}
+"""Shown as the mean over all steps that have it."""
 
 
 def measure_run(rows: Sequence[Row]) -> dict[str, float]:
