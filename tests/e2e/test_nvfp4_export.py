@@ -32,7 +32,7 @@ SMALL = json.loads((REPOSITORY / "tests/data/small_families.json").read_text()) 
     (REPOSITORY / "tests/data/small_models.json").read_text()
 )
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "head_dim": 32, "q_lora_rank": 48, "kv_lora_rank": 32,
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "head_dim": 32, "q_lora_rank": 48, "kv_lora_rank": 32,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32,
 }  # fmt: skip
 FAMILIES = {
