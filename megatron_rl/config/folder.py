@@ -10,7 +10,7 @@ from megatron_rl.config.tree import Config
 @dataclass(frozen=True)
 class RunFolder:
     """RUN/: config.toml, model/, spool/, checkpoints/, logs/, metrics.jsonl, tensorboard/, rollouts/, scores/, fingerprints/, replays/,
-    status.json, summary.json, export/, and of a job job.sbatch, job.json, lives.json, orchestrator.json."""
+    attributions/, status.json, summary.json, export/, and of a job job.sbatch, job.json, lives.json, orchestrator.json."""
 
     path: Path
 
@@ -54,6 +54,11 @@ class RunFolder:
     def replays(self) -> Path:
         """A folder for each `megatron-rl replay`: its configuration, logs and report."""
         return self.path / "replays"
+
+    @property
+    def attributions(self) -> Path:
+        """A folder for each `megatron-rl attribute`: configurations, logs and scores."""
+        return self.path / "attributions"
 
     @property
     def tensorboard(self) -> Path:

@@ -1,7 +1,7 @@
 """The trainer's engine on one rank: the model, its optimizer, and what a trainer does with them. Every method is a collective."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from megatron_rl.engine.batch import DeviceMicrobatch, to_device
 from megatron_rl.engine.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.engine.clock import Clock
 from megatron_rl.engine.context import SequenceSlice
+from megatron_rl.engine.dropout import dropping_out
 from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.engine.gather import HfTensors
 from megatron_rl.engine.groups import ParallelGroups
@@ -34,6 +35,9 @@ from megatron_rl.layouts import HeldParameter, ParameterTable, Placement
 from megatron_rl.metrics import Metric, merge
 from megatron_rl.objective import Denominators, Measured
 from megatron_rl.precision import selection_of
+
+Weights = dict[tuple[int, str], Tensor]
+"""One rank's weights on the host, by chunk and Megatron's name; only an Engine of the same layout can make use of them."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Engine:
             self.table.architecture.vocab_size, groups.tp, groups.cp, config.sequence_parallel, config.metrics.entropy_full_tokens
         )
         self._clock = Clock(groups.device)
-        self._reference: dict[tuple[int, str], Tensor] | None = None
+        self._reference: Weights | None = None
 
     def close(self) -> None:
         """Let go of the model, which is of no use afterwards. A layer's token dispatcher keeps the last microbatch's graph, whose
@@ -147,13 +151,37 @@ class Engine:
         parts = flat.cpu().split([m.num_positions for m in microbatches], dim=1)
         return [Scores(log_probs=part[0].numpy(), entropies=part[1].numpy()) for part in parts]
 
+    def snapshot(self, change: Callable[[HeldParameter, Tensor], Tensor] | None = None) -> Weights:
+        """A copy of the current weights on the host. change: makes each tensor of the copy from the current one."""
+
+        def copied(held: HeldParameter) -> Tensor:
+            found = self._parameter(held)
+            return (change(held, found) if change else found).detach().cpu().clone()
+
+        return {(held.chunk, held.name): copied(held) for held in self._held}
+
+    @contextmanager
+    def holding(self, weights: Weights) -> Iterator[None]:
+        """Passes inside see these weights; the policy's are back to the last bit afterwards."""
+        self._exchange(weights)
+        try:
+            yield
+        finally:
+            self._exchange(weights)
+
+    def dropping_out(self, probability: float) -> AbstractContextManager[None]:
+        """Passes inside drop hidden states out, as no training step does."""
+        return dropping_out([model.module for model in self._models], probability, self.groups.device)
+
     def keep_reference(self) -> None:
         """Keep the current weights as the reference policy, on the host."""
-        self._reference = {key: parameter.detach().cpu().clone() for key, parameter in self._parameters.items()}
+        self._reference = self.snapshot()
 
     def score_reference(self, microbatches: Sequence[Microbatch]) -> list[Scores]:
-        """As `score`, under the weights of `keep_reference`; the policy's weights are back to the last bit afterwards."""
-        with self._reference_weights():
+        """As `score`, under the weights of `keep_reference`."""
+        if self._reference is None:
+            raise ValueError("there is no reference policy: call keep_reference while the weights are the reference's")
+        with self.holding(self._reference):
             return self.score(microbatches)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -208,6 +236,10 @@ class Engine:
         self._forward_backward(self._prepare(microbatches, None, None), loss, denominators, reduce_fully=True)
         self._clock.read()
         return HfTensors(self.placement, self.groups.rank, self.groups.device, torch.float32, self._gradient)
+
+    def own_gradients(self) -> Iterator[tuple[HeldParameter, Tensor]]:
+        """This rank's part of what `full_gradients` computed, until the next step; no collective."""
+        yield from ((held, self._gradient(held)) for held in self._held)
 
     def _set_rates(self, learning_rate: float) -> None:
         section = self.config.optimizer
@@ -299,21 +331,11 @@ class Engine:
         held = ((self._parameter(held), held.parameter.name) for held in self._held)
         return [{found: name for found, name in held if isinstance(found, torch.nn.Parameter)}]
 
-    @contextmanager
-    def _reference_weights(self) -> Iterator[None]:
-        if self._reference is None:
-            raise ValueError("there is no reference policy: call keep_reference while the weights are the reference's")
-        self._swap_reference()
-        try:
-            yield
-        finally:
-            self._swap_reference()
-
     @torch.no_grad()
-    def _swap_reference(self) -> None:
-        """Exchange policy and reference in place, one tensor at a time: no second copy of the model is made on the device."""
+    def _exchange(self, weights: Weights) -> None:
+        """Exchange policy and `weights` in place, one tensor at a time: no second copy of the model is made on the device."""
         self._quantiser.weights_changed()
         for key, parameter in self._parameters.items():
             current = parameter.cpu().clone()
-            parameter.copy_(self._reference[key])
-            self._reference[key].copy_(current)
+            parameter.copy_(weights[key])
+            weights[key].copy_(current)

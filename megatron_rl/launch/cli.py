@@ -137,6 +137,36 @@ def logs(
 
 
 @app.command(context_settings=Overrides)
+def attribute(
+    context: typer.Context,
+    run_dir: Annotated[Path, typer.Argument(help="The folder of a run, for example runs/tiny-moe-cpu.", show_default=False)],
+    step: Annotated[int, typer.Option(help="The recorded step whose rollouts are scored.", show_default=False)],
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here, as JSON.", show_default=False)] = None,
+    retrain: Annotated[int, typer.Option(help="Most steps to train again, to get at weights that no checkpoint holds.")] = 20,
+    plant: Annotated[
+        str | None,
+        typer.Option(
+            help="Plant a fault, to see it named: swapped-gate-up, shifted-routes, one-sided-temperature, unreduced-expert-grad.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Say where the mismatch of a step comes from: its rollouts are scored again with one thing changed at a time.
+
+    Changed are: routing replay, keep-set replay, temperature, staleness (each token under the weights that sampled it), quantisation,
+    dropout, layout. Where more than rounding is left when all of it is replayed, known faults are undone one by one, and the one that
+    was there is named. Further words override the run's configuration, for example `--layout.world_size 1 --layout.expert 1`. Exit
+    status 1 when a fault is found, or more than rounding is left.
+    """
+    from megatron_rl.launch.attribute import attribute_and_print
+
+    with _user_errors():
+        clean = attribute_and_print(RunFolder(run_dir), context.args, step, retrain=retrain, plant=plant, json_file=json_file)
+    if not clean:
+        raise typer.Exit(1)
+
+
+@app.command(context_settings=Overrides)
 def check(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="The TOML file of the run that is to be submitted.", show_default=False)],

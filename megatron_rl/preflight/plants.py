@@ -85,6 +85,8 @@ PLANTS = {
     "unreduced-expert-grad": unreduced_expert_grad,
 }  # fmt: skip
 NEED_EXPERTS = ("shifted-routes", "unreduced-expert-grad")
+TRAINING = ("unreduced-expert-grad",)
+"""Faults that lie in an engine from its construction on, and change no score."""
 
 
 @contextmanager

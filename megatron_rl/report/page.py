@@ -13,7 +13,8 @@ from plotly.offline import get_plotlyjs
 from megatron_rl.config import RunFolder
 from megatron_rl.metrics import Row, read_rows, summarise_run
 from megatron_rl.report.figures import PANELS, figure, trainer_waits
-from megatron_rl.report.rollouts import ratio_quantiles, shown_rollouts
+from megatron_rl.report.lengths import lengths_figure, read_lengths
+from megatron_rl.report.rollouts import shown_rollouts
 
 STEPS_WITH_ROLLOUTS = 12
 
@@ -26,7 +27,8 @@ def write_report(folders: Sequence[RunFolder], out: Path) -> int:
     """One HTML file of these runs, side by side; returns its bytes. Raises ReportError before anything is written."""
     names = _names(folders)
     rows = {name: _rows(folder) for name, folder in zip(names, folders, strict=True)}
-    figures = [drawn for panel in PANELS if (drawn := figure(panel, rows)) is not None]
+    lengths = lengths_figure({name: read_lengths(folder) for name, folder in zip(names, folders, strict=True)})
+    figures = [drawn for drawn in (*(figure(panel, rows) for panel in PANELS), lengths) if drawn is not None]
     page = _template().render(
         names=names, plotly=get_plotlyjs(),
         figures=[_for_script(drawn.to_json()) for drawn in figures],
@@ -50,7 +52,7 @@ def _rows(folder: RunFolder) -> list[Row]:
     rows = read_rows(folder.metrics_file)
     if not rows:
         raise ReportError(f"{folder.path}: the run has not finished a training step yet; there is nothing to draw")
-    return [replace(row, values={**row.values, **trainer_waits(row), **ratio_quantiles(folder, row.step)}) for row in rows]
+    return [replace(row, values={**row.values, **trainer_waits(row)}) for row in rows]
 
 
 def _rollouts(folder: RunFolder, rows: Sequence[Row]) -> list[dict]:

@@ -1,6 +1,6 @@
 """Single rollouts, token by token, from a run's spool and from the scores that the trainer left."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
@@ -44,7 +44,7 @@ class ShownRollout:
 
 def shown_rollouts(folder: RunFolder, steps: Sequence[int]) -> Iterator[ShownRollout]:
     """Of each of these steps the rollouts whose scores were kept. Steps whose records are gone are passed over."""
-    spool, tokenizer = Spool(folder.path), _open_tokenizer(folder)
+    spool, tokenizer = Spool(folder.path), open_tokenizer(folder)
     for step in steps:
         try:
             plan, scores = spool.read_plan(Spool.plan_name(step)), read_scores(folder.scores_file(step))
@@ -57,27 +57,6 @@ def shown_rollouts(folder: RunFolder, steps: Sequence[int]) -> Iterator[ShownRol
                 yield _shown(rollout, step, entry.advantage, scores[entry.uid], tokenizer)
 
 
-def ratio_quantiles(folder: RunFolder, step: int) -> dict[str, float]:
-    """ratio_p01, ratio_p50, ratio_p99 of p_trainer / p_rollout over the loss tokens of the step's shown rollouts."""
-    try:
-        plan, scores = Spool(folder.path).read_plan(Spool.plan_name(step)), read_scores(folder.scores_file(step))
-        differences = list(_differences(Spool(folder.path), plan, scores))
-    except (SpoolError, PayloadError):
-        return {}
-    if not differences:
-        return {}
-    low, middle, high = np.quantile(np.exp(np.concatenate(differences)), (0.01, 0.5, 0.99))
-    return {"ratio_p01": float(low), "ratio_p50": float(middle), "ratio_p99": float(high)}
-
-
-def _differences(spool: Spool, plan: StepPlan, scores: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
-    for entry in plan.entries:
-        if entry.uid in scores:
-            rollout = spool.payload(entry.file).rollout(entry.index, ())
-            trained = np.flatnonzero(rollout.loss_mask)
-            yield scores[entry.uid][trained] - rollout.logprobs[trained]
-
-
 def _shown(rollout: Rollout, step: int, advantage: float, scores: np.ndarray, tokenizer: Tokenizer | None) -> ShownRollout:
     first = len(rollout.prompt_ids) - 1  # the position that predicts the first completion token
     tokens = []
@@ -85,25 +64,25 @@ def _shown(rollout: Rollout, step: int, advantage: float, scores: np.ndarray, to
         trained = bool(rollout.loss_mask[place])
         tokens.append(
             ShownToken(
-                text=_text(tokenizer, rollout.completion_ids[place : place + 1]),
+                text=text_of(tokenizer, rollout.completion_ids[place : place + 1]),
                 rollout_logprob=float(rollout.logprobs[place]) if trained else None,
                 trainer_logprob=float(scores[place]) if trained and place < len(scores) else None,
                 set_size=int(end - begin),
-                keep_set=tuple(_text(tokenizer, [token]) for token in rollout.keep_ids[begin:end][:SHOWN_IDS]),
+                keep_set=tuple(text_of(tokenizer, [token]) for token in rollout.keep_ids[begin:end][:SHOWN_IDS]),
                 version=int(rollout.policy_versions[place]),
                 routes=tuple(tuple(layer) for layer in rollout.routed_experts[first + place].tolist()),
             )
         )
-    prompt = _text(tokenizer, rollout.prompt_ids)
+    prompt = text_of(tokenizer, rollout.prompt_ids)
     return ShownRollout(step, rollout.uid, rollout.reward, advantage, rollout.finish_reason, prompt, tuple(tokens))
 
 
-def _open_tokenizer(folder: RunFolder) -> Tokenizer | None:
+def open_tokenizer(folder: RunFolder) -> Tokenizer | None:
     path = folder.model / "tokenizer.json"
     return Tokenizer.from_file(str(path)) if path.exists() else None
 
 
-def _text(tokenizer: Tokenizer | None, ids: Sequence[int] | np.ndarray) -> str:
+def text_of(tokenizer: Tokenizer | None, ids: Sequence[int] | np.ndarray) -> str:
     """The ids themselves where the model brings no tokenizer.json."""
     numbers = [int(token) for token in ids]
     return tokenizer.decode(numbers, skip_special_tokens=False) if tokenizer else " ".join(map(str, numbers))

@@ -12,13 +12,15 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from megatron_rl.batching import Microbatch, Spool, microbatches_for, split_step
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.engine import build_engine, start_process
 from megatron_rl.engine.optimizer import learning_rate
 from megatron_rl.metrics import Metric, merge, to_floats
-from megatron_rl.objective import Denominators, PolicyLoss
+from megatron_rl.objective import NUM_BINS, Denominators, PolicyLoss, ratio_quantiles
 from megatron_rl.records import StepPlan, write_scores
 from megatron_rl.trainer.fingerprint import Fingerprint, checksums
 from megatron_rl.trainer.model_folder import assembly_options, open_model
@@ -135,6 +137,7 @@ class Trainer:
         metrics = _over_updates(updates)
         updated = time.perf_counter()
         self.scores = self._shown_scores(parts, batches, keeping)
+        metrics |= self._ratio_quantiles(keeping)
         metrics["own_s"] += time.perf_counter() - updated
         if self.config.fingerprints:
             metrics["fingerprint_s"] = self._take_fingerprint()
@@ -175,15 +178,29 @@ class Trainer:
         return [scores.log_probs for scores in self.engine.score_reference(batch)] if self.loss.needs_reference else None
 
     def _shown_scores(self, parts: list[StepPlan], batches: list[list[Microbatch]], kept: list[KeepsLogProbs]) -> dict[str, np.ndarray]:
-        """What the loss saw of the step's shown rollouts, on rank 0. The last stage's ranks of a replica saw the same: one speaks."""
+        """What the loss saw of the step's shown rollouts, on rank 0."""
         own: dict[str, np.ndarray] = {}
-        coords, count = self.groups.coords, self.config.metrics.examples_per_step
+        count = self.config.metrics.examples_per_step
         if not count:
             return own
-        if self.groups.is_last_stage and coords.tp == coords.cp == 0:
+        if self._speaks_of_loss:
             for part, batch, loss in zip(parts, batches, kept, strict=True):
                 own |= completion_scores(batch, loss.log_probs, part.entries, shown_entries(part, count))
         return {uid: scores for of_rank in gather_on_first(own) or () for uid, scores in of_rank.items()}
+
+    def _ratio_quantiles(self, kept: list[KeepsLogProbs]) -> dict[str, float]:
+        """Over all loss tokens of the step; a collective."""
+        counts = torch.zeros(NUM_BINS, dtype=torch.int64, device=self.groups.device)
+        if self._speaks_of_loss:
+            for of_microbatch in (counted for loss in kept for counted in loss.ratio_counts):
+                counts += of_microbatch
+        dist.all_reduce(counts)
+        return ratio_quantiles(counts)
+
+    @property
+    def _speaks_of_loss(self) -> bool:
+        """Of the last stage's ranks of a replica, all of which see the same, one speaks."""
+        return self.groups.is_last_stage and self.groups.coords.tp == self.groups.coords.cp == 0
 
     def _take_fingerprint(self) -> float:
         """Returns the seconds that this rank's checksums took."""

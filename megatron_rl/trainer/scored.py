@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_rl.batching import Microbatch
 from megatron_rl.engine.head import Loss
-from megatron_rl.objective import Measured, TokenBatch
+from megatron_rl.objective import Measured, TokenBatch, ratio_counts
 from megatron_rl.records import PlanEntry, StepPlan
 
 
@@ -17,9 +17,11 @@ class KeepsLogProbs:
     def __init__(self, loss: Loss):
         self._loss = loss
         self.log_probs: list[Tensor] = []  # f32 [N] of each microbatch; empty on ranks that see no loss
+        self.ratio_counts: list[Tensor] = []  # of each microbatch's loss tokens, as `ratio_counts` makes them
 
     def __call__(self, log_probs: Tensor, batch: TokenBatch) -> tuple[Tensor, Measured]:
         self.log_probs.append(log_probs.detach())
+        self.ratio_counts.append(ratio_counts(log_probs.detach()[batch.position] - batch.rollout_logprobs))
         return self._loss(log_probs, batch)
 
 

@@ -29,6 +29,7 @@ UNITS = (
     "orchestrator",
     "preflight",
     "report",
+    "attribution",
     "launch",
 )
 

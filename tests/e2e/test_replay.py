@@ -13,15 +13,6 @@ from megatron_rl.config import RunFolder
 from tests.e2e.runs import processes_of, replay, run, train_command
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> RunFolder:
-    """Three steps at EP 2, with checkpoints before steps 2 and 3."""
-    folder = tmp_path_factory.mktemp("runs") / "recorded"
-    done = run(train_command(folder, "--run.steps", "3", "--model.architecture.num_hidden_layers", "2"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return RunFolder(folder)
-
-
 def test_the_steps_of_an_asynchronous_run_come_out_the_same_to_the_bit(recorded):
     again = replay(recorded.path, "--from-step", "0")
     assert again.returncode == 0, again.stdout + again.stderr

@@ -7,8 +7,12 @@ import pytest
 
 from megatron_rl.batching import Spool
 from megatron_rl.config import RunFolder
+from megatron_rl.objective.ratio_quantiles import QUANTILES
 from megatron_rl.report import ReportError, write_report
-from megatron_rl.report.rollouts import ratio_quantiles, shown_rollouts
+from megatron_rl.report.figures import PANELS
+from megatron_rl.report.lengths import lengths_figure, read_lengths
+from megatron_rl.report.rollouts import shown_rollouts
+from megatron_rl.rollouts.ledger import Ledger
 from tests.unit.report.run_folder import make_run
 
 
@@ -31,12 +35,6 @@ def test_routes_are_those_of_the_position_that_predicted_the_token(tmp_path):
     assert [token.routes for token in first.tokens] == [tuple(map(tuple, recorded.routed_experts[5 + place].tolist())) for place in range(3)]
 
 
-def test_quantiles_of_the_ratio(tmp_path):
-    folder = make_run(tmp_path / "run", steps=1)
-    assert ratio_quantiles(folder, 0) == pytest.approx({name: 2.718281828**0.25 for name in ("ratio_p01", "ratio_p50", "ratio_p99")}, rel=1e-5)
-    assert ratio_quantiles(folder, 7) == {}
-
-
 def test_several_runs_lie_side_by_side(tmp_path):
     folders = [make_run(tmp_path / name, steps=3, seed=seed) for seed, name in enumerate(("one", "two"))]
     write_report(folders, tmp_path / "out.html")
@@ -51,6 +49,28 @@ def test_what_a_rollout_says_cannot_leave_its_place(tmp_path):
     write_report([make_run(tmp_path / "run", steps=1, text="</script><b>")], tmp_path / "out.html")
     page = (tmp_path / "out.html").read_text()
     assert "</script><b>" not in page and "\\u003c/script>\\u003cb>" in page
+
+
+def test_lengths_of_what_was_trained_and_of_what_was_thrown_away(tmp_path):
+    folders = [make_run(tmp_path / name, steps=2) for name in ("one", "two")]
+    ledger = Ledger(max_attempts=1)
+    ledger.kept_lengths.add([1, 5, 6, 9])
+    ledger.discarded_lengths.add([3])
+    for step in (1, 2):
+        folders[0].checkpoint(step).mkdir()
+    (folders[0].checkpoint(2) / "orchestrator.json").write_text(json.dumps({"ledger": ledger.to_json()}))
+    drawn = lengths_figure({folder.path.name: read_lengths(folder) for folder in folders})  # two has no checkpoint
+    trained, discarded = drawn.data
+    assert (trained.name, discarded.name) == ("one: trained, 4", "one: discarded, 1")
+    assert (trained.x, trained.y) == (("1", "2-3", "4-7", "8-15"), (0.25, 0.0, 0.5, 0.25)) and discarded.y == (0.0, 1.0)
+    assert lengths_figure({"two": read_lengths(folders[1])}) is None
+    write_report(folders, tmp_path / "out.html")
+    assert "Lengths of completions" in (tmp_path / "out.html").read_text()
+
+
+def test_the_ratio_is_drawn_as_the_trainer_measured_it(tmp_path):
+    (panel,) = [panel for panel in PANELS if panel.title.startswith("Ratio")]
+    assert {"ratio_mean", *QUANTILES} == set(panel.series)
 
 
 def test_a_thousand_steps_fit(tmp_path):

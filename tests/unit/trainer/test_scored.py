@@ -1,10 +1,13 @@
 """What is kept of a step's log-probs: the right tokens of the right rollouts."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
 from megatron_rl.batching import Alignment, AssemblyOptions
 from megatron_rl.batching.lay_out import Member, lay_out
+from megatron_rl.objective import ratio_counts
 from megatron_rl.records import ModelContract, PlanEntry, Rollout, Sampling, StepPlan
 from megatron_rl.trainer.scored import KeepsLogProbs, completion_scores, shown_entries
 
@@ -48,8 +51,10 @@ def test_each_token_has_the_value_of_the_position_that_predicts_it():
 def test_a_kept_loss_is_the_loss():
     seen = []
     loss = KeepsLogProbs(lambda log_probs, batch: seen.append(batch) or (2 * log_probs.sum(), "measured"))
-    values = torch.randn(4, requires_grad=True)
-    share, measured = loss(values, "batch")
+    values = torch.tensor([-1.0, -2.0, -3.0, -4.0], requires_grad=True)
+    batch = SimpleNamespace(position=torch.tensor([1, 3]), rollout_logprobs=torch.tensor([-2.0, -4.5]))
+    share, measured = loss(values, batch)
     share.backward()
-    assert (seen, measured) == (["batch"], "measured") and torch.equal(values.grad, torch.full((4,), 2.0))
+    assert (seen, measured) == ([batch], "measured") and torch.equal(values.grad, torch.full((4,), 2.0))
     assert torch.equal(loss.log_probs[0], values.detach()) and not loss.log_probs[0].requires_grad
+    assert torch.equal(loss.ratio_counts[0], ratio_counts(torch.tensor([0.0, 0.5])))

@@ -1,0 +1,215 @@
+"""A recorded step scored in several ways, on one rank: `python -m megatron_rl.attribution.ranks RUN_DIR SCRATCH_DIR`.
+
+SCRATCH_DIR holds config.toml and job.json. Rank 0 writes scores.safetensors, of each scoring f32 [M] over the step's loss tokens, and
+outcome.json. Nothing of the run is written.
+"""
+
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from megatron_rl.attribution.scoring import Job, Outcome, Scoring
+from megatron_rl.batching import Microbatch, Spool, microbatches_for
+from megatron_rl.config import RunFolder
+from megatron_rl.conversion import HfCheckpoint
+from megatron_rl.engine.engine import Weights
+from megatron_rl.layouts import HeldParameter
+from megatron_rl.layouts.kinds import GateUp
+from megatron_rl.metrics import read_rows
+from megatron_rl.objective import Denominators, SupervisedLoss
+from megatron_rl.preflight.plants import TRAINING, planted
+from megatron_rl.preflight.ranks import by_sequence
+from megatron_rl.records import StepPlan, write_scores
+from megatron_rl.trainer.comparison import comparable
+from megatron_rl.trainer.loop import Trainer
+from megatron_rl.trainer.rank import TrainerRank
+from megatron_rl.trainer.ranks import gather_on_first, share
+from megatron_rl.trainer.saving import save_checkpoint, write_policy
+from megatron_rl.wire.control import decode, encode
+
+JOB, SCORES, OUTCOME = "job.json", "scores.safetensors", "outcome.json"
+SAME_METRIC = 1e-3
+"""Relative. A run that is not deterministic does not come out the same to the bit."""
+SAME_GRADIENT = 1e-3
+"""Relative difference of sums and norms; where a sum over ranks is missing they differ by some tenths."""
+
+
+class StepScorer:
+    """Scores one step's rollouts on the ranks of `rank`'s world; every method is a collective.
+
+    versions: the weights of the versions that are known, that of the step's own among them.
+    """
+
+    def __init__(self, rank: TrainerRank, plan: StepPlan, versions: dict[int, Weights]) -> None:
+        self._rank, self._plan, self._versions = rank, plan, versions
+
+    def score(self, scoring: Scoring) -> np.ndarray | None:
+        """f32 [M] on rank 0: log-probs of the loss tokens in the plan's order; NaN where the weights that sampled one are not known."""
+        batch = [self._changed(m, scoring) for m in self._microbatches(scoring)]
+        needed = self._versions if scoring.weights == "sampled" else {self._plan.step: self._versions[self._plan.step]}
+        found = [np.full(m.num_positions, np.nan, dtype=np.float32) for m in batch]
+        for version, weights in sorted(needed.items()):
+            for values, microbatch, scores in zip(found, batch, self._pass(batch, weights, scoring), strict=True):
+                here = scoring.weights == "step" or self._plan.step - microbatch.staleness == version
+                np.copyto(values, scores, where=here)
+        return self._over_ranks(batch, found)
+
+    def recorded(self) -> np.ndarray | None:
+        """f32 [M] on rank 0: the log-probs of the records, in the same order."""
+        batch = self._microbatches(Scoring(routing_replay=False, keep_set_replay=False))
+        return self._over_ranks(batch, [m.rollout_logprobs for m in batch])
+
+    def unequal_gradients(self) -> tuple[tuple[str, ...], int]:
+        """On rank 0: parameters whose gradients differ between ranks that hold the same part of them, and how many were compared."""
+        batch = self._microbatches(Scoring(routing_replay=True, keep_set_replay=True))
+        self._rank.engine.full_gradients(batch, SupervisedLoss(), Denominators.of(self._plan))
+        own = {
+            (held.parameter.name, held.shard_rank): (float(gradient.double().sum()), float(gradient.double().norm()))
+            for held, gradient in self._rank.engine.own_gradients()
+        }
+        return _differing(gather_on_first(own) or [])
+
+    def _microbatches(self, scoring: Scoring) -> list[Microbatch]:
+        r = self._rank
+        options = replace(r.options, routing_replay=scoring.routing_replay, keep_set_replay=scoring.keep_set_replay)
+        return microbatches_for(self._plan, r.spool, r.groups.layout, r.groups.coords, options)
+
+    def _changed(self, microbatch: Microbatch, scoring: Scoring) -> Microbatch:
+        if scoring.route_shift and microbatch.routed_experts is not None:
+            microbatch = with_shifted_routes(microbatch, scoring.route_shift)
+        if scoring.temperature == "laid_out":
+            return microbatch
+        value = 1.0 if scoring.temperature == "one" else self._recorded_temperatures()[microbatch.sequence]
+        return replace(microbatch, temperature=np.where(microbatch.loss_mask, value, 1.0).astype(np.float32))
+
+    def _recorded_temperatures(self) -> np.ndarray:
+        """f64 [entries], from the records themselves."""
+        spool, entries = self._rank.spool, self._plan.entries
+        return np.array([spool.payload(e.file).rollout(e.index, ()).sampling.temperature for e in entries])
+
+    def _pass(self, batch: Sequence[Microbatch], weights: Weights, scoring: Scoring) -> list[np.ndarray]:
+        engine = self._rank.engine
+        with engine.holding(weights):
+            swapped = engine.snapshot(exchanged_gate_up) if scoring.gate_up_swapped else None
+            with (
+                engine.holding(swapped) if swapped else nullcontext(),
+                engine.dropping_out(scoring.dropout) if scoring.dropout else nullcontext(),
+            ):
+                return [scores.log_probs for scores in engine.score(batch)]
+
+    def _over_ranks(self, batch: Sequence[Microbatch], values: Sequence[np.ndarray]) -> np.ndarray | None:
+        """Values at the loss tokens, of all data-parallel ranks, on rank 0."""
+        parts = gather_on_first(by_sequence(batch, values))
+        if parts is None:
+            return None
+        of_entry = {number: found for part in parts for number, found in part.items()}  # ranks of one replica have the same
+        return np.concatenate([np.zeros(0, dtype=np.float32), *(of_entry[number] for number in sorted(of_entry))])
+
+
+def with_shifted_routes(microbatch: Microbatch, shift: int) -> Microbatch:
+    """Position i takes the row of position i + shift of its own sequence, and none where that has none."""
+    source = np.arange(microbatch.num_positions) + shift
+    inside = (source >= 0) & (source < microbatch.num_positions)
+    source = np.where(inside, source, 0)
+    recorded = inside & microbatch.route_mask[source] & (microbatch.sequence[source] == microbatch.sequence)
+    return replace(microbatch, routed_experts=microbatch.routed_experts[source], route_mask=recorded)
+
+
+def exchanged_gate_up(held: HeldParameter, tensor: Tensor) -> Tensor:
+    """A rank's part of gate and up holds as many rows of the one as of the other."""
+    if not isinstance(held.parameter.kind, GateUp):
+        return tensor
+    half = len(tensor) // 2
+    return tensor.roll(half, dims=0)
+
+
+def attribute(run: RunFolder, scratch: RunFolder) -> None:
+    job = decode((scratch.path / JOB).read_bytes(), Job)
+    with planted(job.plant if job.plant in TRAINING else None):
+        trainer = Trainer(run, scratch.config(), steering=None)
+    trainer.begin(Path(job.checkpoint) if job.checkpoint else None, recorded_start=True)
+    plan = trainer.spool.read_plan(Spool.plan_name(job.step))
+    assert isinstance(plan, StepPlan)
+    versions, differing = _train_again(trainer, job)
+    if job.save_to:
+        save_checkpoint(trainer.engine, Path(job.save_to), job.step)
+    if job.plant:
+        versions = {version: _come_in_again(trainer, weights, scratch, job.plant) for version, weights in versions.items()}
+    with planted(job.plant):
+        scorer = StepScorer(trainer, plan, versions)
+        scores = score_all(scorer, job)
+        unequal, compared = scorer.unequal_gradients() if job.compare_gradients else ((), 0)
+    if trainer.groups.rank == 0:
+        write_scores(scratch.path / SCORES, scores)
+        (scratch.path / OUTCOME).write_bytes(encode(Outcome(job.step - job.start, differing, unequal, compared)))
+
+
+def score_all(scorer: StepScorer, job: Job) -> dict[str, np.ndarray]:
+    """By name, on rank 0. The hypotheses only where the residual leaves more than rounding."""
+    scores = {name: scorer.score(scoring) for name, scoring in job.scorings.items()}
+    if job.residual is not None:
+        recorded = scorer.recorded()
+        left = None if recorded is None else float(np.nanmean(np.abs(scores[job.residual] - recorded)))
+        if not share(left) <= job.rounding:  # a NaN is too much as well
+            scores |= {name: scorer.score(scoring) for name, scoring in job.hypotheses.items()}
+    return scores
+
+
+def _train_again(trainer: Trainer, job: Job) -> tuple[dict[int, Weights], tuple[str, ...]]:
+    """The weights of the job's versions, and metrics that did not come out as recorded."""
+    versions = {}
+    rows = {row.step: row.values for row in read_rows(trainer.folder.metrics_file)}
+    differing: dict[str, None] = {}
+    for step in range(job.start, job.step + 1):
+        if step in job.versions:
+            versions[step] = trainer.engine.snapshot()
+        if step < job.step:
+            found = comparable(trainer.train_plan(Spool.plan_name(step)))
+            differing |= {
+                name: None for name, value in found.items() if name in rows[step] and not _same(value, rows[step][name])
+            }
+    return versions, tuple(differing)
+
+
+def _come_in_again(trainer: Trainer, weights: Weights, scratch: RunFolder, plant: str) -> Weights:
+    """The weights written out as a Hugging Face folder and read back with the fault planted, as at the start of a run."""
+    with trainer.engine.holding(weights):
+        write_policy(trainer.engine, scratch.export, trainer.folder.model)
+    with planted(plant):
+        trainer.engine.load_weights(HfCheckpoint.open(scratch.export))
+    return trainer.engine.snapshot()
+
+
+def _differing(of_ranks: Sequence[dict[tuple[str, int], tuple[float, float]]]) -> tuple[tuple[str, ...], int]:
+    held: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for own in of_ranks:
+        for part, numbers in own.items():
+            held.setdefault(part, []).append(numbers)
+    shared = {part: numbers for part, numbers in held.items() if len(numbers) > 1}
+    different = [
+        name
+        for (name, _), numbers in shared.items()
+        if any(abs(a - b) > SAME_GRADIENT * numbers[0][1] for n in numbers[1:] for a, b in zip(n, numbers[0]))
+    ]
+    return tuple(dict.fromkeys(different)), len(shared)
+
+
+def _same(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=SAME_METRIC, abs_tol=1e-6) or (math.isnan(b) and not math.isfinite(a))
+
+
+def main(arguments: Sequence[str]) -> None:
+    run, scratch = arguments
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    attribute(RunFolder(Path(run)), RunFolder(Path(scratch)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,196 @@
+"""From the log-probs of several scorings to what each accounts for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.attribution.factors import Factor
+from megatron_rl.attribution.record import StepRecord
+from megatron_rl.attribution.scoring import Outcome
+
+NUM_WORST = 10
+UNDONE = 4.0
+"""A known fault is named where undoing it leaves less than this part of the mismatch."""
+EXPLAINS_TOKEN = 0.5
+"""A change explains a token whose |d| it takes at least this share of."""
+EXPLAINS = 0.1
+"""... if it takes at least this share of the mean as well: dropout brings single tokens nearer by chance."""
+AS_TRAINED, LEFT = "as trained", "everything replayed, weights that sampled"
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Of d = log p - log p_rollout over num_tokens loss tokens; as the metrics of the same names."""
+
+    k1: float
+    k3: float
+    abs_mean: float
+    abs_max: float
+    ratio_mean: float
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One change. mismatch: with it; None: it does not apply, for `reason`. accounts_for: mean |d| as trained less mean |d| with the
+    change, over the tokens that both could score: negative where the change makes it larger."""
+
+    name: str
+    mismatch: Mismatch | None
+    accounts_for: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """explained_by: the change that takes most of its |d|, or why there is none."""
+
+    rollout: str
+    place: int
+    """Among the completion's tokens."""
+    position: int
+    """In the whole sequence."""
+    token: int
+    text: str
+    set_size: int
+    staleness: int
+    logprob_rollout: float
+    logprob_trainer: float
+    explained_by: str
+    with_change: Mapping[str, float]
+    """|d| under each change."""
+
+
+@dataclass(frozen=True)
+class Attribution:
+    step: int
+    as_trained: Row
+    recorded: Mapping[str, float]
+    """The same numbers as the run's own metrics have them, under their names."""
+    rows: tuple[Row, ...]
+    left: Row
+    rounding: float
+    """Mean |d| of `left` that is taken for rounding."""
+    hypotheses: tuple[Row, ...]
+    faults: tuple[str, ...]
+    worst: tuple[WorstToken, ...]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measured(d: np.ndarray) -> Mismatch | None:
+    """d: f64 [M]; NaN where it is not known. None where none is."""
+    d = d[~np.isnan(d)]
+    if not len(d):
+        return None
+    ratio, absolute = np.exp(d), np.abs(d)
+    return Mismatch(
+        k1=float(-d.mean()), k3=float((ratio - 1.0 - d).mean()), abs_mean=float(absolute.mean()), abs_max=float(absolute.max()),
+        ratio_mean=float(ratio.mean()), num_tokens=len(d),
+    )  # fmt: skip
+
+
+def attribution(
+    record: StepRecord,
+    scores: Mapping[str, np.ndarray],
+    factors: Sequence[Factor],
+    hypotheses: Sequence[Factor],
+    outcome: Outcome,
+    texts: Sequence[str],
+    *,
+    rounding: float,
+    recorded: Mapping[str, float],
+    notes: Sequence[str],
+) -> Attribution:
+    """scores: by name of the factor, f32 [M] each, with AS_TRAINED and LEFT. texts: of each loss token."""
+    d = {name: of_one.astype(np.float64) - record.logprobs for name, of_one in scores.items()}
+    rows = tuple(_row(d, factor) for factor in factors)
+    left = Row(LEFT, measured(d[LEFT]), _accounts_for(d[AS_TRAINED], d[LEFT]))
+    were_tried = any(h.name in d for h in hypotheses)
+    tried = tuple(_row({**d, AS_TRAINED: d[LEFT]}, h) for h in hypotheses if were_tried)
+    named = _named(d, record, hypotheses, rounding)
+    candidates = [row.name for row in rows if _explains(row, d)] + [LEFT] * _explains(left, d) + named
+    return Attribution(
+        step=record.plan.step, as_trained=Row(AS_TRAINED, measured(d[AS_TRAINED]), 0.0), recorded=recorded, rows=rows, left=left, rounding=rounding,
+        hypotheses=tried, faults=tuple(named) + _training_faults(outcome), worst=tuple(_worst(record, d, candidates, scores, texts, rounding)),
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _row(d: Mapping[str, np.ndarray], factor: Factor) -> Row:
+    if factor.name not in d:
+        return Row(factor.name, None, reason=factor.reason)
+    return Row(factor.name, measured(d[factor.name]), _accounts_for(d[AS_TRAINED], d[factor.name]))
+
+
+def _accounts_for(base: np.ndarray, changed: np.ndarray) -> float | None:
+    both = ~(np.isnan(base) | np.isnan(changed))
+    return float((np.abs(base[both]) - np.abs(changed[both])).mean()) if both.any() else None
+
+
+def _named(d: Mapping[str, np.ndarray], record: StepRecord, hypotheses: Sequence[Factor], rounding: float) -> list[str]:
+    """The known fault whose undoing alone leaves least, if it leaves little enough; [] where none does."""
+    best: tuple[float, str] | None = None
+    for hypothesis in (h for h in hypotheses if h.name in d):
+        judged = ~np.isnan(d[LEFT])
+        if hypothesis.scoring is not None and hypothesis.scoring.route_shift > 0:
+            judged &= ~record.is_last  # its predecessor's row lies behind the recorded ones
+        before, after = (
+            float(np.abs(values[judged]).mean()) if judged.any() else np.nan for values in (d[LEFT], d[hypothesis.name])
+        )
+        if after <= max(rounding, before / UNDONE) and before > rounding and (best is None or after < best[0]):
+            best = after, hypothesis.name
+    return [best[1]] if best else []
+
+
+def _training_faults(outcome: Outcome) -> tuple[str, ...]:
+    names = outcome.unequal_gradients
+    if not names:
+        return ()
+    which = "experts'" if all(".experts." in name for name in names) else "some"
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return (
+        f"{which} gradients are not summed over the ranks that hold the same parameters: {len(names)} of {outcome.num_gradients} differ ({shown})",
+    )
+
+
+def _explains(row: Row, d: Mapping[str, np.ndarray]) -> bool:
+    base = float(np.nanmean(np.abs(d[AS_TRAINED])))
+    return row.accounts_for is not None and row.accounts_for > EXPLAINS * base
+
+
+def _worst(
+    record: StepRecord,
+    d: Mapping[str, np.ndarray],
+    candidates: Sequence[str],
+    scores: Mapping[str, np.ndarray],
+    texts: Sequence[str],
+    rounding: float,
+) -> list[WorstToken]:
+    """The tokens with the largest |d| as trained, largest first."""
+    base = np.abs(d[AS_TRAINED])
+    places = np.argsort(-base, kind="stable")[:NUM_WORST]
+    return [
+        WorstToken(
+            rollout=record.plan.entries[record.entry[m]].uid, place=int(record.place[m]), position=int(record.position[m]), token=int(record.token[m]),
+            text=texts[m], set_size=int(record.set_size[m]), staleness=int(record.staleness[m]), logprob_rollout=float(record.logprobs[m]),
+            logprob_trainer=float(scores[AS_TRAINED][m]), explained_by=_explanation(m, d, candidates, rounding),
+            with_change={name: abs(float(values[m])) for name, values in d.items() if not np.isnan(values[m])},
+        )
+        for m in places
+    ]  # fmt: skip
+
+
+def _explanation(m: int, d: Mapping[str, np.ndarray], candidates: Sequence[str], rounding: float) -> str:
+    base = abs(float(d[AS_TRAINED][m]))
+    if base <= rounding:
+        return "rounding"
+    after = {name: abs(float(d[name][m])) for name in candidates if not np.isnan(d[name][m])}
+    best = min(after, key=after.__getitem__, default=None)  # of equals the first: a single change before all together
+    if best is None or base - after[best] < EXPLAINS_TOKEN * base:
+        return "no single change"
+    return best

@@ -1,0 +1,31 @@
+"""Dropout for the length of a block, where Megatron has it: on what attention and MLP of each layer return, and on the embedding."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def dropping_out(chunks: Sequence[torch.nn.Module], probability: float, device: torch.device) -> Iterator[None]:
+    """Within the block. Every rank draws the same numbers, so that ranks which hold the same hidden states drop the same ones."""
+    random = torch.Generator(device).manual_seed(0)
+    modules = [part for chunk in chunks for layer in chunk.decoder.layers for part in (layer.self_attention, layer.mlp)]
+    modules += [chunk.embedding for chunk in chunks if hasattr(chunk, "embedding")]
+    hooks = [module.register_forward_hook(partial(_dropped, random, probability)) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _dropped(random: torch.Generator, probability: float, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+    """output: hidden states, or hidden states and a bias that is added later."""
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    kept = torch.rand(hidden.shape, generator=random, device=hidden.device) >= probability
+    dropped = hidden * kept.to(hidden.dtype) / (1.0 - probability)
+    return (dropped, *output[1:]) if isinstance(output, tuple) else dropped

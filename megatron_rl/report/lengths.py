@@ -1,0 +1,47 @@
+"""How long the completions were that were trained on, and those that were thrown away: from the ledger of the latest checkpoint."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+import plotly.graph_objects as go
+from plotly.colors import qualitative
+
+from megatron_rl.config import RunFolder
+
+Lengths = Mapping[str, Sequence[int]]
+"""'trained' and 'discarded' to counts: bin k holds lengths in [2^k, 2^(k+1))."""
+
+
+def read_lengths(folder: RunFolder) -> Lengths | None:
+    """None where no checkpoint is there yet."""
+    latest = folder.latest_checkpoint()
+    if latest is None:
+        return None
+    ledger = json.loads((latest[1] / "orchestrator.json").read_text())["ledger"]
+    return {"trained": ledger["kept_lengths"]["counts"], "discarded": ledger["discarded_lengths"]["counts"]}
+
+
+def lengths_figure(of_runs: Mapping[str, Lengths | None]) -> go.Figure | None:
+    """Shares of the completions of each kind, so that what was thrown away can be laid beside what was kept; None without any."""
+    drawn = go.Figure()
+    for number, (run, lengths) in enumerate(of_runs.items()):
+        colour = qualitative.Plotly[number % len(qualitative.Plotly)]
+        for kind, counts in (lengths or {}).items():
+            if total := sum(counts):
+                name = f"{kind}, {total}"
+                drawn.add_bar(
+                    x=[_bin(k) for k in range(len(counts))], y=[count / total for count in counts], name=f"{run}: {name}" if len(of_runs) > 1 else name,
+                    marker={"color": colour, "pattern": {"shape": "/" if kind == "discarded" else ""}},
+                )  # fmt: skip
+    if not drawn.data:
+        return None
+    drawn.update_layout(
+        title="Lengths of completions, up to the latest checkpoint", template="plotly_white", height=380, showlegend=True, xaxis_title="tokens",
+        margin={"l": 60, "r": 20, "t": 50, "b": 90}, yaxis_title="share of the completions", legend={"orientation": "h", "y": -0.2},
+        xaxis_type="category",
+    )  # fmt: skip
+    return drawn
+
+
+def _bin(k: int) -> str:
+    return "1" if k == 0 else f"{2**k}-{2 ** (k + 1) - 1}"

@@ -1,0 +1,84 @@
+"""Each factor, and each planted fault found and named, on a recorded step whose right log-probs transformers' model gave in float64.
+
+Two ranks that hold the same experts and train different tokens. Not proved here: processes, checkpoints (tests/e2e/test_attribute.py).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.attribution.shares import Attribution
+from megatron_rl.config import RunFolder, load_config
+from megatron_rl.engine.world import World
+from megatron_rl.launch import attribute
+from megatron_rl.launch.attribute import answer, question
+from megatron_rl.preflight.check import hf_config_of
+from megatron_rl.preflight.shrink import shrunk_config, shrunk_model
+from megatron_rl.topology import Layout
+from tests.distributed.attribution import cases
+
+CONFIG = Path(__file__).parents[3] / "model_configs" / "tiny-moe-cpu.toml"
+Attributed = Callable[[int, str | None], Attribution]
+ROUNDING = 1e-5
+"""Of log-probs of logits of size 10 in fp32, after four layers, about 1e-6."""
+
+
+@pytest.fixture(scope="module")
+def attributed(tmp_path_factory):
+    """(step, plant) -> its attribution. All share the record and the processes."""
+    config = load_config(CONFIG)
+    config = shrunk_config(config, shrunk_model(hf_config_of(config), Layout()), Layout(2))
+    run = RunFolder(tmp_path_factory.mktemp("attribution") / "run")
+    cases.record_steps(run, config)
+    with World(2) as two, World(1) as one, pytest.MonkeyPatch.context() as patch:
+        two.start(), one.start()
+
+        def run_ranks(asked, config, folder, job):
+            return {1: one, 2: two}[config.layout.world_size].run(cases.score, asked.run.path, config, job)[0]
+
+        patch.setattr(attribute, "_run_ranks", run_ranks)
+        patch.setattr(attribute, "beginnings", lambda run, recorded: [0, 1])
+        yield lambda step, plant: answer(question(run, [], step, 20, plant), lambda line: None)
+
+
+def test_in_a_healthy_step_every_replay_counts_and_rounding_is_left(attributed: Attributed) -> None:
+    found = attributed(0, None)
+    assert found.faults == () and found.hypotheses == ()
+    assert found.left.mismatch.abs_mean < ROUNDING and found.as_trained.mismatch.abs_max < 10 * ROUNDING
+    assert found.recorded == {"abs_dlogp_mean": 0.125}
+    rows = {row.name: row for row in found.rows}
+    for name in ("routing replay off", "keep-set replay off", "temperature 1", "dropout 0.1"):
+        assert rows[name].accounts_for < -1e-2, name
+    assert rows["keep-set replay off"].mismatch.ratio_mean < 0.97  # the mass that top-p cut off is missing
+    assert rows["another layout: one rank"].mismatch.abs_mean < ROUNDING
+    assert "all tokens were sampled by" in rows["staleness 0"].reason and "neither" in rows["quantisation off"].reason
+    assert {t.explained_by for t in found.worst} == {"rounding"} and len(found.worst) == 10
+
+
+def test_staleness_is_undone_by_the_weights_that_sampled_each_token(attributed: Attributed) -> None:
+    """Half of the rollouts are said to be of the step's own version, which did not sample them: their mismatch stays."""
+    found = attributed(1, None)
+    stale = next(row for row in found.rows if row.name == "staleness 0")
+    assert stale.accounts_for > 0.1 * found.as_trained.mismatch.abs_mean
+    worst = {token.staleness: token for token in found.worst}
+    assert worst[1].explained_by == "staleness 0" and worst[1].with_change["staleness 0"] < 10 * ROUNDING
+    assert worst[0].explained_by == "no single change"
+    assert found.faults == () and found.hypotheses  # too much is left, and no known fault is behind it
+
+
+@pytest.mark.parametrize(
+    ("plant", "fault"),
+    [
+        ("shifted-routes", "routes are shifted: tokens go to the experts of the token before them"),
+        ("one-sided-temperature", "temperature is applied on one side: sampled at 0.7, and the trainer does not score at it"),
+        ("swapped-gate-up", "gate and up are swapped"),
+        ("unreduced-expert-grad", "experts' gradients are not summed over the ranks that hold the same parameters"),
+    ],
+)
+def test_a_planted_fault_is_named_and_no_other(attributed: Attributed, plant: str, fault: str) -> None:
+    found = attributed(0, plant)
+    assert len(found.faults) == 1 and found.faults[0].startswith(fault), found.faults
+    if plant != "unreduced-expert-grad":
+        assert found.left.mismatch.abs_mean > 1e-2
+        assert sum(token.explained_by == found.faults[0] for token in found.worst) >= 8
