@@ -141,7 +141,10 @@ def attribute(run: RunFolder, scratch: RunFolder) -> None:
     if job.save_to:
         save_checkpoint(trainer.engine, Path(job.save_to), job.step)
     if job.plant:
-        versions = {version: _come_in_again(trainer, weights, scratch, job.plant) for version, weights in versions.items()}
+        versions = {
+            version: _come_in_again(trainer, weights, scratch.path / f"version_{version}", job.plant)
+            for version, weights in versions.items()
+        }
     with planted(job.plant):
         scorer = StepScorer(trainer, plan, versions)
         scores = score_all(scorer, job)
@@ -178,12 +181,12 @@ def _train_again(trainer: Trainer, job: Job) -> tuple[dict[int, Weights], tuple[
     return versions, tuple(differing)
 
 
-def _come_in_again(trainer: Trainer, weights: Weights, scratch: RunFolder, plant: str) -> Weights:
+def _come_in_again(trainer: Trainer, weights: Weights, folder: Path, plant: str) -> Weights:
     """The weights written out as a Hugging Face folder and read back with the fault planted, as at the start of a run."""
     with trainer.engine.holding(weights):
-        write_policy(trainer.engine, scratch.export, trainer.folder.model)
+        write_policy(trainer.engine, folder, trainer.folder.model)
     with planted(plant):
-        trainer.engine.load_weights(HfCheckpoint.open(scratch.export))
+        trainer.engine.load_weights(HfCheckpoint.open(folder))
     return trainer.engine.snapshot()
 
 

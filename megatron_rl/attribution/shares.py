@@ -16,7 +16,8 @@ UNDONE = 4.0
 EXPLAINS_TOKEN = 0.5
 """A change explains a token whose |d| it takes at least this share of."""
 EXPLAINS = 0.1
-"""... if it takes at least this share of the mean as well: dropout brings single tokens nearer by chance."""
+"""... if it takes at least this share of the mean as well: dropout brings single tokens nearer by chance. Beside a named fault nothing
+else explains any."""
 AS_TRAINED, LEFT = "as trained", "everything replayed, weights that sampled"
 
 
@@ -113,7 +114,7 @@ def attribution(
     were_tried = any(h.name in d for h in hypotheses)
     tried = tuple(_row({**d, AS_TRAINED: d[LEFT]}, h) for h in hypotheses if were_tried)
     named = _named(d, record, hypotheses, rounding)
-    candidates = [row.name for row in rows if _explains(row, d)] + [LEFT] * _explains(left, d) + named
+    candidates = named or [row.name for row in (*rows, left) if _explains(row, d)]
     return Attribution(
         step=record.plan.step, as_trained=Row(AS_TRAINED, measured(d[AS_TRAINED]), 0.0), recorded=recorded, rows=rows, left=left, rounding=rounding,
         hypotheses=tried, faults=tuple(named) + _training_faults(outcome), worst=tuple(_worst(record, d, candidates, scores, texts, rounding)),
