@@ -27,7 +27,6 @@ from megatron_rl.objective import Denominators, SupervisedLoss
 from megatron_rl.preflight.plants import TRAINING, planted
 from megatron_rl.preflight.ranks import by_sequence
 from megatron_rl.records import StepPlan, write_scores
-from megatron_rl.trainer.comparison import comparable
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.rank import TrainerRank
 from megatron_rl.trainer.ranks import gather_on_first, share
@@ -35,6 +34,8 @@ from megatron_rl.trainer.saving import save_checkpoint, write_policy
 from megatron_rl.wire.control import decode, encode
 
 JOB, SCORES, OUTCOME = "job.json", "scores.safetensors", "outcome.json"
+OF_WEIGHTS = ("loss", "grad_norm", "abs_dlogp_mean")
+"""Metrics that tell whether a step trained again came out as recorded; unlike others they do not depend on the layout."""
 SAME_METRIC = 1e-3
 """Relative. A run that is not deterministic does not come out the same to the bit."""
 SAME_GRADIENT = 1e-3
@@ -174,10 +175,9 @@ def _train_again(trainer: Trainer, job: Job) -> tuple[dict[int, Weights], tuple[
         if step in job.versions:
             versions[step] = trainer.engine.snapshot()
         if step < job.step:
-            found = comparable(trainer.train_plan(Spool.plan_name(step)))
-            differing |= {
-                name: None for name, value in found.items() if name in rows[step] and not _same(value, rows[step][name])
-            }
+            found, recorded = trainer.train_plan(Spool.plan_name(step)), rows[step]
+            compared = [name for name in OF_WEIGHTS if name in found and name in recorded]
+            differing |= dict.fromkeys(name for name in compared if not _same(found[name], recorded[name]))
     return versions, tuple(differing)
 
 
