@@ -111,7 +111,7 @@ def measure(config: Config, tokens: list[int], repeats: int) -> dict:
             f"the model has {ratio:.2f} times the weights that a token uses, more than {LARGEST_RATIO:g}; use fewer experts"
         )
     with TemporaryDirectory() as folder:
-        groups = start_process(config, 0, rendezvous=f"file://{folder}/rendezvous")
+        groups = start_process(config, 0, store=dist.FileStore(f"{folder}/store", 1))
         quantisation.fake_quantise = Quantising()
         arms = {"full": {"training": "full", "rollouts": "full"}, "nvfp4": {"training": "qat", "rollouts": "nvfp4"}}
         engines = {

@@ -94,7 +94,7 @@ def measure(config: Config, num_tokens: int, repeats: int) -> dict[str, dict[str
     """Median seconds of the output layer and of the step, by arm."""
     hf_config = config.model.architecture
     with TemporaryDirectory() as folder:
-        groups = start_process(config, 0, rendezvous=f"file://{folder}/rendezvous")
+        groups = start_process(config, 0, store=dist.FileStore(f"{folder}/store", 1))
         table = ParameterTable(hf_config)
         engine = build_engine(config, groups, hf_config, dict(random_hf_tensors(table, config.run.seed)))
         microbatches, denominators = random_microbatches(config, table, num_tokens)

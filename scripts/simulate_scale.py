@@ -126,7 +126,7 @@ async def _orchestrate(config: Config, folder: RunFolder) -> tuple[float, int, f
         player = multiprocessing.get_context("spawn").Process(target=play, args=(url, str(folder.path)), daemon=True)
         player.start()
         began = time.process_time()
-        await orchestrator.run([_Process(player)])
+        await orchestrator.run([_Process(player)], _not_again)
         cpu_s = time.process_time() - began
         player.join()
     rollouts = orchestrator.state.ledger.trained_prompts * config.rollouts.samples_per_prompt
@@ -145,6 +145,10 @@ class _Process:
 
     def failure(self) -> str:
         return f"the simulated trainer ended with {self.process.exitcode}"
+
+
+async def _not_again() -> list:
+    raise RuntimeError("the simulated trainer has ended, and is not started again")
 
 
 async def _cost_of_a_check(count: int = 300) -> float:

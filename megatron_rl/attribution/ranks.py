@@ -29,7 +29,7 @@ from megatron_rl.preflight.ranks import by_sequence
 from megatron_rl.records import StepPlan, write_scores
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.rank import TrainerRank
-from megatron_rl.trainer.ranks import gather_on_first, share
+from megatron_rl.trainer.ranks import gather_on_first, meet_in, share
 from megatron_rl.trainer.saving import save_checkpoint, write_policy
 from megatron_rl.wire.control import decode, encode
 
@@ -134,7 +134,8 @@ def exchanged_gate_up(held: HeldParameter, tensor: Tensor) -> Tensor:
 def attribute(run: RunFolder, scratch: RunFolder) -> None:
     job = decode((scratch.path / JOB).read_bytes(), Job)
     with planted(job.plant if job.plant in TRAINING else None):
-        trainer = Trainer(run, scratch.config(), steering=None)
+        config = scratch.config()
+        trainer = Trainer(run, config, meet_in(scratch.path, config.layout.world_size), steering=None)
     trainer.begin(Path(job.checkpoint) if job.checkpoint else None, recorded_start=True)
     plan = trainer.spool.read_plan(Spool.plan_name(job.step))
     assert isinstance(plan, StepPlan)

@@ -82,15 +82,29 @@ class Spool:
 
     def recorded(self, step: int) -> StepPlan | None:
         """The plan of a step when it and all its payloads are there and whole, so that the step can be run again; else None."""
+        try:
+            return self._whole(step)
+        except (SpoolError, PayloadError):
+            return None
+
+    def fault(self, step: int) -> str:
+        """Why a step that was planned cannot be run again, naming the file; '' where it can, or was never planned."""
+        try:
+            self._whole(step)
+        except (SpoolError, PayloadError) as error:
+            return str(error)
+        return ""
+
+    def _whole(self, step: int) -> StepPlan | None:
         name = self.plan_name(step)
         if not self.path(name).exists():
             return None
-        try:
-            plan = self.read_plan(name)
-            held = {file: len(self.payload(file)) for file in {entry.file for entry in plan.entries}}
-        except (SpoolError, PayloadError):
-            return None
-        return plan if all(entry.index < held[entry.file] for entry in plan.entries) else None
+        plan = self.read_plan(name)
+        held = {file: len(self.payload(file)) for file in {entry.file for entry in plan.entries}}
+        for entry in plan.entries:
+            if entry.index >= held[entry.file]:
+                raise PayloadError(f"{self.path(entry.file)}: holds {held[entry.file]} rollouts, and {entry.uid} is said to be number {entry.index}")
+        return plan
 
     def clean_half_written(self) -> int:
         """Delete what writers that died left aside; only while none is at work. Returns the number of files."""

@@ -10,7 +10,7 @@ from megatron_rl.config.tree import Config
 @dataclass(frozen=True)
 class RunFolder:
     """RUN/: config.toml, model/, spool/, checkpoints/, logs/, metrics.jsonl, tensorboard/, rollouts/, scores/, fingerprints/, replays/,
-    attributions/, status.json, summary.json, export/, and of a job job.sbatch, job.json, lives.json, orchestrator.json."""
+    attributions/, status.json, requests/, summary.json, export/, and of a job job.sbatch, job.json, lives.json, orchestrator.json."""
 
     path: Path
 
@@ -99,6 +99,11 @@ class RunFolder:
         return self.path / "orchestrator.json"
 
     @property
+    def requests(self) -> Path:
+        """What is asked of the run while it goes on; see orchestrator/requests.py."""
+        return self.path / "requests"
+
+    @property
     def summary_file(self) -> Path:
         return self.path / "summary.json"
 
@@ -117,6 +122,7 @@ class RunFolder:
         self.path.chmod(0o700)  # whatever made it: what lies in it is nobody else's to read
         self.logs.mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
+        self.requests.mkdir(exist_ok=True, mode=0o700)
         self.config_file.write_text(to_toml(config))
 
     def checkpoint(self, step: int) -> Path:

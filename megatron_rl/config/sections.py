@@ -72,6 +72,9 @@ class Trainer(Section):
     threads_per_rank: Positive = 1
     """CPU threads of each rank; fixed, since the number changes the order of sums."""
     collective_timeout_s: Seconds = 600.0
+    """For a rank to come to where the others wait; then all ranks end, and say which one was missing."""
+    max_restarts: NonNegative = 3
+    """How often the trainer is started again from the latest checkpoint, without a finished step in between, before the run ends."""
 
 
 class Muon(Section):

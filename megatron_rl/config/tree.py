@@ -202,6 +202,15 @@ def _turns_need_environment(c: Config) -> str | None:
     return None
 
 
+def _ranks_outwait_an_update(c: Config) -> str | None:
+    if c.trainer.collective_timeout_s <= c.weight_sync.timeout_s:
+        return (
+            f"trainer.collective_timeout_s = {c.trainer.collective_timeout_s:g} is not above weight_sync.timeout_s = "
+            f"{c.weight_sync.timeout_s:g}: the other ranks wait in a collective while the first one updates the servers"
+        )
+    return None
+
+
 def _learning_rates(c: Config) -> str | None:
     if c.optimizer.min_learning_rate > c.optimizer.learning_rate:
         return "optimizer.min_learning_rate is above optimizer.learning_rate"
@@ -256,6 +265,6 @@ def _native_fp4_has_a_gpu(c: Config) -> str | None:
 
 _RULES = (
     _one_model, _one_task, _layout_divides, _completion_fits, _sequence_fits_microbatch, _keep_sets_are_bounded, _correction_counts_once,
-    _correction_range, _split_divides, _learning_rates, _muon_is_asked_for, _ports_exist, _turns_need_environment, _same_weights_on_both_sides,
-    _activations_have_their_mode, _packed_weights_have_a_taker, _native_fp4_has_a_gpu,
+    _correction_range, _split_divides, _ranks_outwait_an_update, _learning_rates, _muon_is_asked_for, _ports_exist,
+    _turns_need_environment, _same_weights_on_both_sides, _activations_have_their_mode, _packed_weights_have_a_taker, _native_fp4_has_a_gpu,
 )  # fmt: skip

@@ -31,6 +31,7 @@ from torch.utils.serialization import config as serialization
 
 from megatron_rl.conversion.errors import CheckpointError
 from megatron_rl.conversion.stored import TensorSpec, map_bytes, tensor_in
+from megatron_rl.engine.stored_metadata import MetadataError, read_metadata
 
 SEAL = "metadata.json"
 """A folder without it is not whole."""
@@ -104,7 +105,10 @@ def read_torch_dist(folder: Path) -> dict[str, StoredArray]:
     backend = json.loads((folder / SEAL).read_text()).get("sharded_backend")
     if backend != "torch_dist":
         raise CheckpointError(f"{folder} is written by {backend!r}; only torch_dist can be read")
-    metadata = _read_metadata(folder / _METADATA)
+    try:
+        metadata = read_metadata(folder / _METADATA)
+    except MetadataError as error:
+        raise CheckpointError(str(error)) from error
     found: dict[str, StoredArray] = {}
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -121,26 +125,6 @@ def _chunks(folder: Path, key: str, entry: TensorStorageMetadata, metadata: Meta
             raise CheckpointError(f"{folder}: {key} is stored through {place.transform_descriptors}, which cannot be read")
         spec = TensorSpec(tuple(chunk.sizes), entry.properties.dtype)
         yield Chunk(tuple(chunk.offsets), spec, folder / place.relative_path, place.offset, place.length)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes only what a checkpoint's metadata consist of: a folder from elsewhere must not be able to run anything."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if module.partition(".")[0] in ("torch", "collections", "megatron") else None
-        plain = isinstance(found, (torch.dtype, torch.layout, torch.memory_format))
-        known = module.startswith("torch.distributed.checkpoint.") and isinstance(found, type)
-        if plain or known or (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")):
-            return found
-        raise CheckpointError(f"{_METADATA} asks for {module}.{name}, which no checkpoint needs; it is not read")
-
-
-def _read_metadata(file: Path) -> Metadata:
-    try:
-        with open(file, "rb") as stream:
-            return _MetadataUnpickler(stream).load()
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The only package that knows Megatron-Core: model, schedules, optimizer, routing replay, checkpoints, and the stand-in for CUDA.
 
-    groups = start_process(config, rank, rendezvous="tcp://127.0.0.1:29500")
+    groups = start_process(config, rank, store=store)                # a torch.distributed store that all ranks reach
     engine = build_engine(config, groups, hf_config, weights)        # weights: Hugging Face names to tensors
     metrics = engine.train_step(microbatches, loss, denominators, step=0, learning_rate=1e-6)
     for name, tensor in engine.hf_tensors(): ...                     # rank 0 gets the tensors, the others None
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch import Tensor
 
     from megatron_rl.config import Config
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
     from megatron_rl.engine.groups import ParallelGroups
 
 
-def start_process(config: "Config", rank: int, *, rendezvous: str, local_rank: int = 0) -> "ParallelGroups":
+def start_process(config: "Config", rank: int, *, store: "dist.Store", local_rank: int = 0) -> "ParallelGroups":
     """See groups.start_process."""
     from megatron_rl.engine import groups
 
-    return groups.start_process(config, rank, rendezvous=rendezvous, local_rank=local_rank)
+    return groups.start_process(config, rank, store=store, local_rank=local_rank)
 
 
 def build_engine(

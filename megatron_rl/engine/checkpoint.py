@@ -1,15 +1,16 @@
 """Model and optimizer on disk, in Megatron's distributed format: written at one layout, read at any other.
 
 The policy's randomness is not part of it: weights are drawn by name before the first step, and nothing drops out afterwards.
-Megatron keeps names and settings as pickled objects beside the tensors, so that a folder must come from a run of one's own.
+Megatron keeps names and settings as pickled objects beside the tensors. They are read as data: what would run something is refused.
 
 On a GPU Megatron starts helper processes while it saves, and these import the main module again: the program that trains needs
 the usual `if __name__ == "__main__"` guard.
 """
 
 import os
+import pickle
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,14 +18,17 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.config import Config
 from megatron_rl.engine.optimizer import align_step_counts, separate_step_counts
+from megatron_rl.engine.stored_metadata import MetadataError, read_metadata
 from megatron_rl.layouts import ModelArchitecture
 
 _CONTENT = {
@@ -58,7 +62,10 @@ def save_checkpoint(
         "dtype": config.model.dtype,
         "trained_by": config.optimizer.name,
     }
-    dist_checkpointing.save(state, str(aside), content_metadata=dict(_CONTENT))
+    try:
+        dist_checkpointing.save(state, str(aside), content_metadata=dict(_CONTENT))
+    except CheckpointException as error:  # which is no Exception
+        raise CheckpointError(f"{aside} cannot be written: {_first_line(error)}") from error
     _on_first_rank(lambda: _publish(aside, folder))
 
 
@@ -72,8 +79,9 @@ def load_checkpoint(
     """Fill model and optimizer; returns the step. CheckpointError for a folder that is not whole, or of another model."""
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         raise CheckpointError(f"{folder} is not a whole checkpoint: it has no metadata.json; take an earlier one, or start anew")
-    _check_content(folder, asdict(architecture), config)
-    state = dist_checkpointing.load(_sharded_state(models, optimizer, is_loading=True), str(folder))
+    with _reading_data_only(folder):
+        _check_content(folder, asdict(architecture), config)
+        state = dist_checkpointing.load(_sharded_state(models, optimizer, is_loading=True), str(folder))
     for number, model in enumerate(models):
         model.module.load_state_dict(state[f"model{number}"])
     optimizer.load_state_dict(state["optimizer"])
@@ -121,6 +129,41 @@ def _spread(flat: Tensor, buffer: Any) -> Tensor:
     for bucket, part in zip(buffer.buckets, flat.split([bucket.numel_unpadded for bucket in buffer.buckets]), strict=True):
         spread[bucket.offset : bucket.offset + bucket.numel_unpadded] = part
     return spread
+
+
+@contextmanager
+def _reading_data_only(folder: Path) -> Iterator[None]:
+    """Neither `.metadata` nor an object beside the tensors may make more than plain values, wherever the folder comes from; what
+    cannot be read is said with its folder. torch and Megatron read both by pickle, and some objects without weights_only."""
+    try:
+        read_metadata(folder / ".metadata")
+        with _environment({"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}):
+            yield
+    except (CheckpointException, CheckpointingException, MetadataError, pickle.UnpicklingError, OSError, EOFError) as error:
+        remedy = "take an earlier checkpoint; of a foreign one only the weights, by megatron-rl convert megatron-to-hf"
+        raise CheckpointError(f"{folder} cannot be read: {_first_line(error)}; {remedy}") from error
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """torch reads these at every load."""
+    before = {name: os.environ.pop(name, None) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
+
+
+def _first_line(error: BaseException) -> str:
+    """Of what torch has gathered from the ranks, the first rank's own error."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {_first_line(cause)}"
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _check_content(folder: Path, architecture: dict[str, Any], config: Config) -> None:

@@ -1,6 +1,5 @@
 """The start of a trainer process: torch.distributed, Megatron's process groups, seeds, threads and determinism."""
 
-import math
 import os
 import random
 from collections.abc import Iterator
@@ -41,16 +40,16 @@ class ParallelGroups:
         return self.coords.pp == self.layout.pp - 1
 
 
-def start_process(config: Config, rank: int, *, rendezvous: str, local_rank: int = 0) -> ParallelGroups:
+def start_process(config: Config, rank: int, *, store: dist.Store, local_rank: int = 0) -> ParallelGroups:
     """Everything that has to happen once in a trainer process before a model can be built; all ranks call it together.
 
-    rendezvous: as torch.distributed takes it, "tcp://127.0.0.1:29500" or "env://". local_rank: number of the rank's GPU.
+    store: where the ranks find one another. local_rank: number of the rank's GPU.
     """
     torch.set_num_threads(config.trainer.threads_per_rank)
     set_determinism(config.run.deterministic)
     device = choose_device(local_rank)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", init_method=rendezvous, rank=rank, world_size=config.layout.world_size,
+        "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=config.layout.world_size,
         timeout=timedelta(seconds=config.trainer.collective_timeout_s), device_id=device if device.type == "cuda" else None,
     )  # fmt: skip
     return build_groups(config.parallel, device, config.trainer.collective_timeout_s, config.run.seed)
@@ -102,7 +101,7 @@ def build_groups(layout: Layout, device: torch.device, timeout_s: float, seed: i
     ps.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, context_parallel_size=layout.cp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None, expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp, distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
+        expert_tensor_parallel_size=layout.etp, distributed_timeout_minutes=timeout_s / 60,
     )  # fmt: skip
     coords = layout.coords_of(dist.get_rank())
     found = RankCoords(

@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import socket
 import threading
 import time
 import traceback
@@ -11,9 +12,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
-from megatron_rl.processes import free_ports
+from megatron_rl.wire.stores import join_store, serve_store
 
 TIMEOUT_S = 240
+_HOST = "127.0.0.1"
 
 
 class CaseFailed(Exception):
@@ -54,14 +56,15 @@ class World:
         if self._processes:
             return
         context = multiprocessing.get_context("spawn")
-        rendezvous = f"tcp://127.0.0.1:{free_ports(1)[0]}"
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, rendezvous, theirs, self._log_file))
-            process.start()
-            theirs.close()  # so that the end of a rank is seen as the end of its pipe
-            self._processes.append(process)
-            self._pipes.append(ours)
+        with socket.create_server((_HOST, 0)) as listener:  # bound here, so that nobody else can take the port meanwhile
+            for rank in range(self.size):
+                ours, theirs = context.Pipe()
+                meeting = listener if rank == 0 else listener.getsockname()[1]
+                process = context.Process(target=_serve, args=(rank, self.size, meeting, theirs, self._log_file))
+                process.start()
+                theirs.close()  # so that the end of a rank is seen as the end of its pipe
+                self._processes.append(process)
+                self._pipes.append(ours)
 
     def close(self) -> None:
         for process in self._processes:
@@ -83,7 +86,8 @@ def _answer(pipe: Connection) -> tuple[str | None, Any]:
         return "its process ended", None
 
 
-def _serve(rank: int, size: int, rendezvous: str, pipe: Connection, log_file: Path | None) -> None:
+def _serve(rank: int, size: int, meeting: socket.socket | int, pipe: Connection, log_file: Path | None) -> None:
+    """meeting: the socket at which rank 0 serves the store, its port for the others."""
     if log_file is not None:
         log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
@@ -97,7 +101,9 @@ def _serve(rank: int, size: int, rendezvous: str, pipe: Connection, log_file: Pa
 
     torch.set_num_threads(1)
     choose_device()
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
+    is_socket = isinstance(meeting, socket.socket)
+    store = serve_store(_HOST, TIMEOUT_S, meeting) if is_socket else join_store(_HOST, meeting, TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     while True:
         try:
             case, args = pipe.recv()

@@ -26,7 +26,7 @@ from megatron_rl.layouts import ParameterTable
 from megatron_rl.metrics import read_rows
 from megatron_rl.orchestrator.commands import rank_processes
 from megatron_rl.preflight.plants import NEED_EXPERTS, PLANTS
-from megatron_rl.processes import Child, ProcessError, free_ports, stop_all
+from megatron_rl.processes import Child, ProcessError, stop_all
 from megatron_rl.records import read_scores
 from megatron_rl.report.rollouts import open_tokenizer, text_of
 from megatron_rl.wire.control import decode, encode
@@ -181,7 +181,7 @@ def _run_ranks(asked: Question, config: Config, folder: Path, job: Job) -> tuple
     argv = [sys.executable, "-m", "megatron_rl.attribution.ranks", str(asked.run.path), str(folder)]
     children: list[Child] = []
     try:
-        for command in rank_processes("attribution", argv, config, scratch.logs, free_ports(1)[0], {"HF_HUB_OFFLINE": "1"}):
+        for command in rank_processes("attribution", argv, config, scratch.logs, {"HF_HUB_OFFLINE": "1"}):
             children.append(Child(command))
         while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
             time.sleep(0.1)

@@ -23,6 +23,8 @@ Begin with `megatron-rl train CONFIG --dry-run`, which starts nothing and prints
 )
 convert = typer.Typer(no_args_is_help=True, help="Hugging Face folders to Megatron checkpoints, and back.")
 app.add_typer(convert, name="convert")
+servers = typer.Typer(no_args_is_help=True, help="Rollout servers of a run that goes on: one more, or one less.")
+app.add_typer(servers, name="servers")
 
 Overrides = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -121,6 +123,32 @@ def stop(run_dir: RunDir) -> None:
 
     with _user_errors():
         typer.echo(stop_run(RunFolder(run_dir)))
+
+
+@servers.command("add")
+def add_servers(
+    run_dir: RunDir,
+    count: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+) -> None:
+    """Start more servers. Each is given the current weights and is verified before it samples."""
+    from megatron_rl.launch.run_control import change_servers
+    from megatron_rl.orchestrator import ServersRequest
+
+    with _user_errors():
+        typer.echo(change_servers(RunFolder(run_dir), ServersRequest("add", count=count)))
+
+
+@servers.command("remove")
+def remove_servers(
+    run_dir: RunDir,
+    which: Annotated[list[str], typer.Argument(metavar="SERVER...", help="A number as in logs/server-N, or a URL.", show_default=False)],
+) -> None:
+    """Stop servers at once. What they were sampling is drawn again on the others; the last one stays."""
+    from megatron_rl.launch.run_control import change_servers
+    from megatron_rl.orchestrator import ServersRequest
+
+    with _user_errors():
+        typer.echo(change_servers(RunFolder(run_dir), ServersRequest("remove", which=tuple(which))))
 
 
 @app.command()

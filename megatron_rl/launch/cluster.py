@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.launch.machines import GRACE_S
-from megatron_rl.orchestrator import Rendezvous, ServerProcess, fleet_of, server_process, trainer_processes, worker_process
-from megatron_rl.processes import Command, Nodes, Process, address_of_interface, address_of_this_host
+from megatron_rl.orchestrator import ServerProcess, fleet_of, server_process, trainer_processes, worker_process
+from megatron_rl.processes import Command, Nodes, Process, ProcessError, RemoteProcess, address_of_interface, address_of_this_host
 from megatron_rl.records import write_atomically
 from megatron_rl.rollouts.fleet import Fleet
 from megatron_rl.wire.access import key_from_environment
@@ -23,6 +23,7 @@ class ClusterMachines:
         slurm = config.slurm
         self.address = address_of_interface(slurm.interface) if slurm.interface else address_of_this_host()
         self.key = key_from_environment()
+        self._ranks: list[RemoteProcess] = []
         self._nodes = Nodes({"trainer": slurm.trainer.nodes, "rollouts": slurm.rollouts.nodes})
 
     @property
@@ -44,12 +45,13 @@ class ClusterMachines:
 
     def start_trainer(self, environment: Mapping[str, str], resume: bool) -> list[Process]:
         per_node = ranks_per_node(self._config)
-        first = self._nodes.node("trainer", 0)
-        meet = Rendezvous(first.address, first.take_port(), per_node)
-        commands = trainer_processes(self._config, self._folder, meet, {**environment, **self._of_role("trainer")}, resume)
-        return [
-            self._nodes.start(self._nodes.node("trainer", rank // per_node), command) for rank, command in enumerate(commands)
-        ]
+        commands = trainer_processes(self._config, self._folder, {**environment, **self._of_role("trainer")}, resume, per_node)
+        nodes = [self._nodes.node("trainer", rank // per_node) for rank in range(len(commands))]
+        self._ranks = [self._nodes.start(node, command) for node, command in zip(nodes, commands, strict=True)]
+        return list(self._ranks)
+
+    async def stop_trainer(self) -> None:
+        await self._nodes.stop(self._ranks, GRACE_S)
 
     async def stop(self) -> None:
         await self._nodes.end(GRACE_S)
@@ -61,7 +63,10 @@ class ClusterMachines:
         port = node.take_port()
         command = server_process(self._config, self._folder, slot, node.address, port, life, self.key)
         first_device = slot // num_nodes * tensor
-        devices = {"CUDA_VISIBLE_DEVICES": ",".join(node.devices[first_device : first_device + tensor])} if node.devices else {}
+        own = node.devices[first_device : first_device + tensor]
+        if node.devices and len(own) < tensor:
+            raise ProcessError(f"{node.host} has {len(node.devices)} GPUs, and none left for server {slot}")
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(own)} if node.devices else {}
         environment = {**command.env, **devices, "VLLM_HOST_IP": node.address, **self._of_role("rollouts")}
         return ServerProcess(self._nodes.start(node, _with_environment(command, environment)), f"http://{node.address}:{port}")
 

@@ -12,7 +12,7 @@ from megatron_rl.batching import Spool
 from megatron_rl.config import Config, ConfigError, RunFolder, run_folder, to_toml
 from megatron_rl.launch.machines import ThisMachine
 from megatron_rl.launch.run import run
-from megatron_rl.orchestrator import Rendezvous, server_process, trainer_processes, worker_process
+from megatron_rl.orchestrator import server_process, trainer_processes, worker_process
 from megatron_rl.processes import check_port, dying_with_me
 from megatron_rl.tasks import load_task
 
@@ -77,7 +77,7 @@ def dry_run_text(config: Config) -> str:
     environment = {"MEGATRON_RL_ORCHESTRATOR": "http://127.0.0.1:PORT", "MEGATRON_RL_KEY": "(made at start)"}
     host, port = config.servers.host, config.servers.first_port
     commands = [server_process(config, folder, slot, host, port + slot, 0, "(made at start)") for slot in range(config.servers.count)]
-    commands += [worker_process(folder, environment), *trainer_processes(config, folder, Rendezvous(ThisMachine.address, 0), environment, False)]
+    commands += [worker_process(folder, environment), *trainer_processes(config, folder, environment, False)]
     for command in commands:
         lines.append(f"{command.name}: {' '.join(f'{k}={v}' for k, v in command.env.items())} {' '.join(command.argv)}")
     return "\n".join(lines)

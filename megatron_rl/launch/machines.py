@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from megatron_rl.config import Config, RunFolder
-from megatron_rl.orchestrator import Rendezvous, local_fleet, trainer_processes, worker_process
-from megatron_rl.processes import Child, Command, Process, free_ports, stop_all
+from megatron_rl.orchestrator import local_fleet, trainer_processes, worker_process
+from megatron_rl.processes import Child, Command, Process, stop_all
 from megatron_rl.rollouts.fleet import Fleet
 
 GRACE_S = 10.0
@@ -37,6 +37,9 @@ class Machines(Protocol):
     def start_trainer(self, environment: Mapping[str, str], resume: bool) -> list[Process]:
         """All ranks."""
 
+    async def stop_trainer(self) -> None:
+        """End what is left of the ranks; returns when none runs any more."""
+
     async def stop(self) -> None:
         """End workers and ranks, and the machines' part in the run; returns when nothing of it runs any more."""
 
@@ -50,7 +53,8 @@ class ThisMachine:
     def __init__(self, config: Config, folder: RunFolder):
         self._config, self._folder = config, folder
         self.key = secrets.token_hex(16)
-        self._children: list[Child] = []
+        self._workers: list[Child] = []
+        self._ranks: list[Child] = []
 
     async def gather(self, url: str) -> None:
         return None
@@ -59,17 +63,22 @@ class ThisMachine:
         return local_fleet(self._config, self._folder, self.key)
 
     def start_workers(self, environment: Mapping[str, str]) -> list[Process]:
-        return self._start([worker_process(self._folder, environment)])
+        return self._start(self._workers, [worker_process(self._folder, environment)])
 
     def start_trainer(self, environment: Mapping[str, str], resume: bool) -> list[Process]:
-        return self._start(trainer_processes(self._config, self._folder, Rendezvous(self.address, free_ports(1)[0]), environment, resume))
+        return self._start(self._ranks, trainer_processes(self._config, self._folder, environment, resume))
+
+    async def stop_trainer(self) -> None:
+        ranks, self._ranks = self._ranks, []
+        await asyncio.to_thread(stop_all, ranks, GRACE_S)
 
     async def stop(self) -> None:
-        await asyncio.to_thread(stop_all, self._children, GRACE_S)  # the orchestrator answers those that take their leave
+        await asyncio.to_thread(stop_all, [*self._workers, *self._ranks], GRACE_S)  # the orchestrator answers those that take their leave
 
-    def _start(self, commands: Sequence[Command]) -> list[Process]:
+    def _start(self, children: list[Child], commands: Sequence[Command]) -> list[Process]:
+        """One by one, so that those are known which were started before one that could not be."""
         started: list[Process] = []
         for command in commands:
-            self._children.append(child := Child(command))
+            children.append(child := Child(command))
             started.append(child)
         return started

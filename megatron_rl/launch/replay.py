@@ -9,8 +9,8 @@ from megatron_rl.batching import Spool
 from megatron_rl.config import Config, ConfigError, RunFolder, load_config, to_toml
 from megatron_rl.launch.local import prepare_model
 from megatron_rl.metrics import read_rows
-from megatron_rl.orchestrator import Rendezvous, replay_processes
-from megatron_rl.processes import Child, ProcessError, free_ports, stop_all
+from megatron_rl.orchestrator import replay_processes
+from megatron_rl.processes import Child, ProcessError, stop_all
 from megatron_rl.trainer.comparison import StepComparison
 from megatron_rl.wire.control import decode
 
@@ -79,7 +79,7 @@ def _comparisons(config: Config, run: RunFolder, scratch: RunFolder, first: int,
     """One a step, as they come. However this ends, no rank is left."""
     children: list[Child] = []
     try:
-        for command in replay_processes(config, run, scratch, first, count, Rendezvous("127.0.0.1", free_ports(1)[0])):
+        for command in replay_processes(config, run, scratch, first, count):
             children.append(Child(command))
         lines = 0
         while True:

@@ -1,7 +1,6 @@
 """A run from its start to its end, wherever its processes are: started, steered and stopped by this one process."""
 
 import asyncio
-import json
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from megatron_rl.config import Config, RunFolder
 from megatron_rl.launch.machines import Machines
 from megatron_rl.launch.observer import RunObserver
 from megatron_rl.launch.status import keeping_status
-from megatron_rl.orchestrator import Orchestrator, RunState, control_app, listen, serving
+from megatron_rl.orchestrator import Orchestrator, RunState, control_app, listen, restore, serving
 from megatron_rl.processes import Process
 
 
@@ -29,33 +28,28 @@ async def run(config: Config, folder: RunFolder, machines: Machines, *, resume: 
     listener = listen(machines.address)
     url = f"http://{machines.address}:{listener.getsockname()[1]}"
     environment = {"MEGATRON_RL_ORCHESTRATOR": url, "MEGATRON_RL_KEY": machines.key, "HF_HUB_OFFLINE": "1"}
-    state, step = restore(config, folder) if resume else (RunState.new(config), 0)
     with RunObserver(config, folder) as observer:
+        state, step = restore(config, folder, observer.event) if resume else (RunState.new(config), 0)
         observer.event(f"keep-sets: {config.keep_set_source}; weights over {config.transport}; device: {config.device}")
         orchestrator = Orchestrator(config, folder, state, machines.fleet(), observer, step)
         app = control_app(machines.key, {**orchestrator.handlers, **machines.handlers}, orchestrator.status)
         processes: list[Process] = []
+
+        async def start_trainer_again() -> list[Process]:
+            await machines.stop_trainer()
+            return machines.start_trainer(environment, resume=True)
+
         stopping = _StopOnSignals(orchestrator, processes, stop_signals)
         async with serving(app, listener), keeping_status(orchestrator, folder):
             try:
                 await machines.gather(url)
                 processes += machines.start_workers(environment)
                 processes += machines.start_trainer(environment, resume)
-                await orchestrator.run(processes)
+                await orchestrator.run(processes, start_trainer_again)
             finally:
                 await machines.stop()
     observer.summarise()
     return RunEnd(finished=orchestrator.step >= config.run.steps, signal=stopping.signal)
-
-
-def restore(config: Config, folder: RunFolder) -> tuple[RunState, int]:
-    """State and step of the latest checkpoint; a new state when the run was stopped before its first one."""
-    latest = folder.latest_checkpoint()
-    if latest is None:
-        return RunState.new(config), 0
-    step, path = latest
-    saved = json.loads((path / "orchestrator.json").read_text())
-    return RunState.from_json(config, saved), step
 
 
 class _StopOnSignals:

@@ -1,4 +1,4 @@
-"""`megatron-rl status`, `stop` and `logs`: a run from outside, by what lies in its folder."""
+"""`megatron-rl status`, `stop`, `servers` and `logs`: a run from outside, by what lies in its folder."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ from megatron_rl.config import ConfigError, RunFolder
 from megatron_rl.launch.slurm import Job, call_slurm, job_of, job_state
 from megatron_rl.launch.slurm_job import STOP
 from megatron_rl.launch.status import WRITE_EVERY_S, RunStatus, read_status
+from megatron_rl.orchestrator import ServersRequest, ask
 
 SILENT_S = 10 * WRITE_EVERY_S
 """A status that is older than this was left by an orchestrator that is no more, or hangs."""
@@ -47,6 +48,14 @@ def stop_run(folder: RunFolder) -> str:
         return f"{folder.path} is not running: process {status.pid} is no more, and was not stopped in order"
     os.kill(status.pid, signal.SIGTERM)
     return f"{folder.path}: the step under way is finished and saved; `megatron-rl status {folder.path}` says when it has left"
+
+
+def change_servers(folder: RunFolder, request: ServersRequest) -> str:
+    """Add or remove servers of a run that goes on; returns what was done. Raises ConfigError where none does, RequestError where it refuses."""
+    status = _status(folder)
+    if not status.running:
+        raise ConfigError(f"{folder.path} does not run: servers.count is how many it starts with")
+    return ask(folder, request)
 
 
 def _job_line(job: Job) -> str:

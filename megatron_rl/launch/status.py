@@ -59,7 +59,8 @@ async def keeping_status(orchestrator: Orchestrator, folder: RunFolder) -> Async
 
     async def keep() -> None:
         while True:
-            write_status(orchestrator, folder, running=True)
+            with contextlib.suppress(OSError):  # a disk that is full is told by whoever needs it
+                write_status(orchestrator, folder, running=True)
             await asyncio.sleep(WRITE_EVERY_S)
 
     task = asyncio.create_task(keep(), name="status")
@@ -68,4 +69,5 @@ async def keeping_status(orchestrator: Orchestrator, folder: RunFolder) -> Async
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        write_status(orchestrator, folder, running=False)
+        with contextlib.suppress(OSError):
+            write_status(orchestrator, folder, running=False)

@@ -1,13 +1,15 @@
 """The asynchronous loop of a run; loads neither torch nor Megatron nor vLLM."""
 
-from megatron_rl.orchestrator.commands import Rendezvous, replay_processes, server_process, trainer_processes, worker_process
+from megatron_rl.orchestrator.checkpoints import restore
+from megatron_rl.orchestrator.commands import replay_processes, server_process, trainer_processes, worker_process
 from megatron_rl.orchestrator.http import control_app, listen, serving
 from megatron_rl.orchestrator.observer import Observer
 from megatron_rl.orchestrator.orchestrator import Orchestrator, RunFailed
+from megatron_rl.orchestrator.requests import ServersRequest, ask
 from megatron_rl.orchestrator.servers import ServerProcess, fleet_of, local_fleet
 from megatron_rl.orchestrator.state import RunState
 
 __all__ = [
-    "Observer", "Orchestrator", "Rendezvous", "RunFailed", "RunState", "ServerProcess", "control_app", "fleet_of", "listen", "local_fleet",
-    "replay_processes", "server_process", "serving", "trainer_processes", "worker_process",
+    "Observer", "Orchestrator", "RunFailed", "RunState", "ServerProcess", "ServersRequest", "ask", "control_app", "fleet_of", "listen",
+    "local_fleet", "replay_processes", "restore", "server_process", "serving", "trainer_processes", "worker_process",
 ]  # fmt: skip

@@ -2,21 +2,11 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.processes import Command
 from megatron_rl.rollouts.server import server_command
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the ranks of the trainer meet, and how many of them share a machine; None: all."""
-
-    host: str
-    port: int
-    ranks_per_node: int | None = None
 
 
 def server_process(config: Config, folder: RunFolder, slot: int, host: str, port: int, life: int, key: str) -> Command:
@@ -40,34 +30,39 @@ def worker_process(folder: RunFolder, environment: Mapping[str, str], number: in
     return Command(name, argv, folder.logs / f"{name}.log", environment)
 
 
-def trainer_processes(config: Config, folder: RunFolder, meet: Rendezvous, environment: Mapping[str, str], resume: bool) -> list[Command]:
+def trainer_processes(
+    config: Config, folder: RunFolder, environment: Mapping[str, str], resume: bool, ranks_per_node: int | None = None
+) -> list[Command]:
+    """ranks_per_node: how many ranks share a machine; None: all."""
     argv = [sys.executable, "-m", "megatron_rl.trainer", str(folder.path), *(["--resume"] if resume else [])]
-    return rank_processes("trainer", argv, config, folder.logs, meet, {**gpu_variables(config), **environment})
+    return rank_processes("trainer", argv, config, folder.logs, {**gpu_variables(config), **environment}, ranks_per_node)
 
 
 def gpu_variables(config: Config) -> dict[str, str]:
     """What Megatron's ranks need of the GPUs' libraries, and vLLM's servers must not have; what determinism needs each rank sets itself
     (engine.groups)."""
-    if config.device == "cpu" or config.layout.tensor == config.layout.context == 1:
+    if config.device == "cpu":
         return {}
-    # One queue: kernels then start in the order of their launches, which Megatron's overlap of communication and products relies on.
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    variables = {"TORCH_NCCL_DESYNC_DEBUG": "1"}  # when a collective's time is over, torch's log names the ranks that did not come
+    if config.layout.tensor > 1 or config.layout.context > 1:
+        # One queue: kernels then start in the order of their launches, which Megatron's overlap of communication and products relies on.
+        variables |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return variables
 
 
-def replay_processes(config: Config, folder: RunFolder, scratch: RunFolder, first: int, steps: int, meet: Rendezvous) -> list[Command]:
+def replay_processes(config: Config, folder: RunFolder, scratch: RunFolder, first: int, steps: int) -> list[Command]:
     """The ranks of a replay: `folder` is the run's, `scratch` holds the configuration of the replay and takes what it writes."""
     argv = [sys.executable, "-m", "megatron_rl.trainer.replay", str(folder.path), str(scratch.path), str(first), str(steps)]
-    return rank_processes("replay", argv, config, scratch.logs, meet, {**gpu_variables(config), "HF_HUB_OFFLINE": "1"})
+    return rank_processes("replay", argv, config, scratch.logs, {**gpu_variables(config), "HF_HUB_OFFLINE": "1"})
 
 
 def rank_processes(
-    name: str, argv: Sequence[str], config: Config, logs: Path, meet: Rendezvous, environment: Mapping[str, str]
+    name: str, argv: Sequence[str], config: Config, logs: Path, environment: Mapping[str, str], ranks_per_node: int | None = None
 ) -> list[Command]:
-    """One process a rank; ranks find one another by torch's environment variables, as torchrun and Slurm set them too."""
+    """One process a rank. Where the ranks meet they ask the orchestrator; those of a replay meet in its folder."""
     world = config.layout.world_size
-    threads = str(config.trainer.threads_per_rank)
-    shared = {"MASTER_ADDR": meet.host, "MASTER_PORT": str(meet.port), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": threads, **environment}
-    local = [rank % (meet.ranks_per_node or world) for rank in range(world)]
+    shared = {"OMP_NUM_THREADS": str(config.trainer.threads_per_rank), **environment}
+    local = [rank % (ranks_per_node or world) for rank in range(world)]
     return [
         Command(f"{name}-{rank}", argv, logs / f"{name}-{rank}.log", {**shared, "RANK": str(rank), "LOCAL_RANK": str(local[rank])})
         for rank in range(world)

@@ -11,17 +11,20 @@
 
    coroutine     consumes                      waits for                            unblocked by
    handlers      one message each              what its answer needs (long poll)    _changed
-   _watch        child processes               a death                              every 0.2 s
+   _watch        processes                     a death                              every 0.2 s
    _follow_fleet fleet.events                  joined, left, given_up               fleet
    _watch_for_.. watchdog                      a stall                              every second
    fleet.run     servers                       health                               its own clock
+   requests      files of the user             a command                            every 0.5 s
+
+When a rank of the trainer dies, all ranks start again from the latest checkpoint, and are given the recorded plans of the steps that
+were done since. These come out the same, so nothing else has to go back: the servers keep their weights, the ledger stands.
 
 Shutdown, in this order: stop_requested is set (Ctrl-C, the last step, or a failure); workers are told to stop; the trainer is told
 to save, then to stop; trainer, workers and servers are waited for, and killed after a grace.
 """
 
 import asyncio
-import json
 import shutil
 import time
 from collections.abc import Awaitable, Callable
@@ -29,16 +32,23 @@ from pathlib import Path
 
 from megatron_rl.batching import Spool, build_probe, build_step
 from megatron_rl.config import Config, RunFolder
+from megatron_rl.orchestrator.changes import Changes
+from megatron_rl.orchestrator.checkpoints import restore, seal_checkpoint
+from megatron_rl.orchestrator.dealer import Dealer
 from megatron_rl.orchestrator.observer import Observer
 from megatron_rl.orchestrator.probes import Probe
+from megatron_rl.orchestrator.ranks import TrainerRanks, is_rank
+from megatron_rl.orchestrator.requests import Requests
 from megatron_rl.orchestrator.state import RunState
 from megatron_rl.orchestrator.watchdog import Watchdog
 from megatron_rl.processes import Process, log_tail
-from megatron_rl.records import GroupTask, StepPlan, write_atomically
-from megatron_rl.rollouts.fleet import Fleet
+from megatron_rl.records import GroupTask, StepPlan
+from megatron_rl.rollouts.fleet import GONE, Fleet
 from megatron_rl.wire.control import (
     Ack,
     GroupReport,
+    Meeting,
+    MeetRequest,
     Order,
     OrderRequest,
     ProbeOrder,
@@ -76,11 +86,14 @@ class Orchestrator:
         self.stop_requested = False
         self.watchdog = Watchdog(config.run.stall_after_s)
         self._probe: Probe | None = None
+        self._syncing: tuple[str, ...] = ()
+        """Servers in an update whose end the trainer has not yet told."""
         self._plan_file: str | None = None
         self.spool.clean_half_written()  # what an interrupted run left; nobody writes yet
         self._recorded = self._adopt_recorded_plans()
+        self._dealer = Dealer(state, fleet, config.groups_per_server)
         self._batch_examples: dict[str, tuple[dict, ...]] = {}
-        self._changed = asyncio.Condition()
+        self._changed = Changes()
         self._failure: RunFailed | None = None
         self._token_clock = time.monotonic()
         self._tokens = 0
@@ -88,7 +101,8 @@ class Orchestrator:
     @property
     def handlers(self) -> dict[str, tuple[type, Handler]]:
         handlers = {
-            "/work": (WorkRequest, self.on_work), "/groups": (GroupReport, self.on_group), "/order": (OrderRequest, self.on_order),
+            "/work": (WorkRequest, self.on_work), "/groups": (GroupReport, self.on_group), "/meet": (MeetRequest, self.on_meet),
+            "/order": (OrderRequest, self.on_order),
             "/step": (StepReport, self.on_step), "/weights": (WeightsReport, self.on_weights), "/probe": (ProbeRequest, self.on_probe),
             "/probed": (ProbeReport, self.on_probed), "/saved": (SavedReport, self.on_saved), "/progress": (Progress, self.on_progress),
         }  # fmt: skip
@@ -104,7 +118,7 @@ class Orchestrator:
             except OSError as error:
                 where = error.filename or self.folder.path
                 self.fail(f"{where}: {error.strerror or error}; nothing is lost: mend this, then --resume goes on from what is written")
-                await self._tell()
+                await self._changed.tell()
                 raise
             self.watchdog.answer(path, answer)
             return answer
@@ -118,25 +132,11 @@ class Orchestrator:
 
         def found() -> bool:
             nonlocal tasks
-            tasks = () if self.stop_requested else self._deal(request.slots)
+            tasks = () if self.stop_requested else self._dealer.deal(request, self._probe)
             return bool(tasks) or self.stop_requested
 
-        await self._wait_until(found, request.wait_s)
+        await self._changed.wait_until(found, request.wait_s)
         return WorkOrder(tasks, stop=self.stop_requested)
-
-    def _deal(self, slots: int) -> tuple[GroupTask, ...]:
-        """Probes first, since the trainer waits for them; then groups, each to the ready server with the fewest in flight.
-
-        A server gets no more than keeps it busy: what waits in its queue would only grow old there, and hold up the probes."""
-        tasks = []
-        while self._probe and self._probe.waiting and len(tasks) < slots:
-            tasks.append(self._probe.take())
-        while len(tasks) < slots and (free := [s for s in self.fleet.ready() if self.state.in_flight[s.url] < self.config.groups_per_server]):
-            server = min(free, key=lambda s: self.state.in_flight[s.url])
-            if not self.state.groups_to_begin(server.version):
-                break
-            tasks.append(self.state.begin(server.url, server.version))
-        return tuple(tasks)
 
     async def on_group(self, report: GroupReport) -> Ack:
         result = report.result
@@ -155,13 +155,23 @@ class Orchestrator:
         failures = sum(self.state.recent_failures.values())
         if failures >= MAX_FAILURES_IN_A_ROW:
             self.fail(f"{failures} groups in a row have failed {dict(self.state.recent_failures)}, the last by {self.state.last_failure}")
-        await self._tell()
+        await self._changed.tell()
         return Ack()
 
     # ---- the trainer
 
+    async def on_meet(self, request: MeetRequest) -> Meeting:
+        if request.port:
+            self.ranks.meeting = Meeting(request.host, request.port)
+            await self._changed.tell()
+        await self._changed.wait_until(lambda: self.ranks.meeting.port or self._failure, request.wait_s)
+        return self.ranks.meeting
+
     async def on_order(self, request: OrderRequest) -> Order:
-        if request.step != self.step:
+        self.ranks.ask_for_orders()
+        if request.step < self.step:
+            return self._order_again(request.step)
+        if request.step > self.step:
             self.fail(f"the trainer is at step {request.step}, the orchestrator at step {self.step}: start again with --resume")
         order = Order("wait")
 
@@ -170,9 +180,9 @@ class Orchestrator:
             order = self._next_order()
             return order.kind != "wait"
 
-        await self._wait_until(decided, request.wait_s)
+        await self._changed.wait_until(decided, request.wait_s)
         if order.kind == "stop":
-            await self._tell()  # workers wait for groups that will not come
+            await self._changed.tell()  # workers wait for groups that will not come
         return order
 
     def _next_order(self) -> Order:
@@ -187,7 +197,8 @@ class Orchestrator:
             return Order("stop")
         stale = self.fleet.to_sync(self.step)
         if stale and not self._starting():
-            return Order("sync", servers=tuple(s.url for s in stale))
+            self._syncing = tuple(s.url for s in stale)
+            return Order("sync", servers=self._syncing)
         if self._plan_file is None and self._recorded:
             plan = self._recorded.pop(0)
             self._plan_file = self.spool.plan_name(plan.step)
@@ -198,12 +209,25 @@ class Orchestrator:
             self.observe.batch(plan.summary, [e for g in groups for e in self._batch_examples.pop(g.uid, ())])
         return Order("train", plan_file=self._plan_file) if self._plan_file else Order("wait")
 
+    def _order_again(self, step: int) -> Order:
+        """For a trainer that was started again: a step that was done before. Nothing is saved before it has caught up, since the state
+        here is that of a later step."""
+        if self.stop_requested:
+            return Order("stop")
+        if (fault := self.spool.fault(step)) or self.spool.recorded(step) is None:
+            fault = fault or f"{self.spool.path(self.spool.plan_name(step))} is gone"
+            self.fail(f"step {step} cannot be done again: {fault}; --resume draws anew from there on")
+            return Order("stop")
+        return Order("train", plan_file=self.spool.plan_name(step))
+
     def _adopt_recorded_plans(self) -> list[StepPlan]:
         """Plans of this step and those behind it that the spool holds from before an interruption; one that is not whole ends the row."""
         plans: list[StepPlan] = []
         while (plan := self.spool.recorded(self.step + len(plans))) is not None:
             self.state.adopt(plan)
             plans.append(plan)
+        if fault := self.spool.fault(self.step + len(plans)):
+            self.observe.event(f"{fault}; steps from {self.step + len(plans)} on are drawn anew")
         if plans:
             self.observe.event(f"steps {plans[0].step}..{plans[-1].step} are done again from their recorded plans")
         return plans
@@ -214,18 +238,21 @@ class Orchestrator:
         return never_synced and any(s.state == "starting" for s in self.fleet.servers)
 
     async def on_step(self, report: StepReport) -> Ack:
-        if report.step < self.step:  # sent again, since our answer was lost on the way
+        if report.step < self.step:  # sent again, since our answer was lost on the way; or done again after a restart
+            self.watchdog.moved()
             return Ack()
+        self.ranks.finish_step()
         self.state.ledger.trained(report.step)
         self.step, self._plan_file = report.step + 1, None
         self.watchdog.moved()
         now = time.monotonic()
         rate, self._token_clock, self._tokens = self._tokens / (now - self._token_clock), now, 0
         self.observe.step(report.step, report.metrics, rollout_tokens_per_s=rate, ledger=self.state.ledger.summary())
-        await self._tell()
+        await self._changed.tell()
         return Ack()
 
     async def on_weights(self, report: WeightsReport) -> Ack:
+        self._syncing = ()
         for url in report.servers:
             self.fleet.synced(url, report.version)
         for url, reason in report.failed.items():
@@ -233,14 +260,14 @@ class Orchestrator:
             self.observe.event(f"{url}: {reason}")
         if report.version % self.config.weight_sync.probe_every == 0 and report.servers:
             self._probe = Probe.on(list(report.servers), report.version, self.config.weight_sync.probe_prompts)
-        await self._tell()
+        await self._changed.tell()
         return Ack()
 
     async def on_probe(self, request: ProbeRequest) -> ProbeOrder:
         probe = self._probe
         if probe is None or probe.version != request.version:
             return ProbeOrder(ready=True)
-        await self._wait_until(lambda: probe.ended or self.stop_requested, request.wait_s)
+        await self._changed.wait_until(lambda: probe.ended or self.stop_requested, request.wait_s)
         if not probe.ended:
             return ProbeOrder(ready=self.stop_requested)
         if not probe.results:
@@ -260,16 +287,13 @@ class Orchestrator:
         aside = Path(report.folder)
         if self.saved_step == report.step and not aside.exists():  # sent again, since our answer was lost on the way
             return Ack()
-        write_atomically(aside / "orchestrator.json", json.dumps({"step": report.step, **self.state.to_json()}).encode())
         final = self.folder.checkpoint(report.step)
-        if final.exists():
-            shutil.rmtree(final)
-        aside.rename(final)
+        seal_checkpoint(aside, final, report.step, self.state)
         self.saved_step = report.step
         for _, old in self.folder.whole_checkpoints()[: -self.config.checkpoint.keep]:
             shutil.rmtree(old)
         self.observe.event(f"checkpoint: {final}")
-        await self._tell()
+        await self._changed.tell()
         return Ack()
 
     async def on_progress(self, report: Progress) -> Ack:
@@ -278,11 +302,17 @@ class Orchestrator:
 
     # ---- the loop
 
-    async def run(self, children: list[Process]) -> None:
-        """Until the trainer has left. Raises RunFailed; the children are the caller's to stop."""
-        tasks = [asyncio.create_task(c) for c in (self._watch(children), self._watch_for_stalls(), self._follow_fleet(), self.fleet.run())]
+    async def run(self, processes: list[Process], start_trainer: Callable[[], Awaitable[list[Process]]]) -> None:
+        """Until the trainer has left. Raises RunFailed; the processes are the caller's to stop.
+
+        start_trainer: all ranks, from the latest checkpoint, once none runs any more. They take the places of the former in `processes`.
+        """
+        self.ranks = TrainerRanks(self.config.trainer.max_restarts, start_trainer)
+        requests = Requests(self.folder, self.fleet)
+        loops = (self.fleet.run(), self._follow_fleet(), requests.follow(), self._watch(processes), self._watch_for_stalls())
+        tasks = [asyncio.create_task(loop) for loop in loops]
         try:
-            while not (self.stop_requested and self._trainers_left(children)) and self._failure is None:
+            while not (self.stop_requested and self._trainers_left(processes)) and self._failure is None:
                 done, _ = await asyncio.wait(tasks, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
@@ -297,7 +327,7 @@ class Orchestrator:
     def request_stop(self) -> None:
         """Ctrl-C: finish the step under way, save, stop."""
         self.stop_requested = True
-        asyncio.get_running_loop().create_task(self._tell())
+        asyncio.get_running_loop().create_task(self._changed.tell())
 
     def fail(self, reason: str) -> None:
         self._failure = self._failure or RunFailed(reason)
@@ -308,15 +338,33 @@ class Orchestrator:
         """Why the run cannot go on; '' while it can."""
         return str(self._failure or "")
 
-    async def _watch(self, children: list[Process]) -> None:
-        """A child that ends ends the run, except one that was told to stop and left well."""
+    async def _watch(self, processes: list[Process]) -> None:
+        """A process that ends ends the run, except one that was told to stop and left well, and the trainer, which starts again."""
         while True:
-            for child in children:
-                status = child.poll()
-                if status is not None and not (self.stop_requested and status == 0):
-                    self.fail(child.failure())
-                    await self._tell()
+            for process in processes:
+                status = process.poll()
+                if status is None or (self.stop_requested and status == 0):
+                    continue
+                if not is_rank(process) or self.stop_requested:
+                    self.fail(process.failure())
+                elif reason := self.ranks.why_not_again():
+                    self.fail(f"{process.failure()}\n  the trainer is not started again: {reason}")
+                else:
+                    await self._start_trainer_again(processes, process)
+                    break
+                await self._changed.tell()
             await asyncio.sleep(0.2)
+
+    async def _start_trainer_again(self, processes: list[Process], dead: Process) -> None:
+        _, begin = restore(self.config, self.folder, self.observe.event)
+        self.saved_step = min(self.saved_step, begin)
+        place = self.folder.checkpoint(begin) if begin else "the start"
+        self.observe.event(f"{dead.failure()}\n  the trainer starts again from {place}, up to step {self.step}")
+        self._probe = None
+        for url in self._syncing if self.config.servers.tensor > 1 else ():
+            # The workers of a server lose step with one another when an update breaks off; a lone one is made whole by the next.
+            self.fleet.condemn(url, "the trainer ended in the middle of its update")
+        await self.ranks.start_again(processes)
 
     async def _watch_for_stalls(self) -> None:
         while True:
@@ -324,8 +372,8 @@ class Orchestrator:
                 self.observe.event(message)
             await asyncio.sleep(1.0)
 
-    def _trainers_left(self, children: list[Process]) -> bool:
-        return all(c.poll() is not None for c in children if c.name.startswith("trainer"))
+    def _trainers_left(self, processes: list[Process]) -> bool:
+        return all(process.poll() is not None for process in processes if is_rank(process))
 
     async def _follow_fleet(self) -> None:
         while True:
@@ -335,28 +383,10 @@ class Orchestrator:
                 if self._probe:
                     self._probe.lose_server(event.url)
                 self.observe.event(f"server {event.slot} at {event.url} {event.kind.replace('_', ' ')}: {event.reason}; {lost} groups are drawn again")
-            if all(s.state == "given_up" for s in self.fleet.servers):
+            if all(s.state in GONE for s in self.fleet.servers):
                 log = self.folder.logs / f"server-{event.slot}.log"
                 self.fail(f"no rollout server is left; the last: {event.reason}; the end of {log}:\n{log_tail(log)}")
-            await self._tell()
-
-    async def _tell(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _wait_until(self, holds: Callable[[], bool], timeout_s: float) -> None:
-        """Until `holds()` is true, asked again at each change, or until the time is over. `holds` may take what it finds."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        async with self._changed:
-            while not holds():
-                left = deadline - asyncio.get_running_loop().time()
-                if left <= 0:
-                    return
-                try:
-                    async with asyncio.timeout(left):
-                        await self._changed.wait()
-                except TimeoutError:
-                    return
+            await self._changed.tell()
 
     def status(self) -> Status:
         version = min((s.version for s in self.fleet.ready()), default=-1)

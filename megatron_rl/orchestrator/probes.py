@@ -1,5 +1,6 @@
 """Probe rollouts: sampled right after a weight update as in training, scored by the trainer at equal weights, never trained on."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_rl.records import GroupResult, GroupTask
@@ -23,9 +24,12 @@ class Probe:
         ]
         return cls(version, tasks)
 
-    def take(self) -> GroupTask:
-        task = self.waiting.pop(0)
-        self.under_way[task.uid] = task
+    def take(self, serves: Callable[[str], bool]) -> GroupTask | None:
+        """The next task on a server that the asking worker serves."""
+        task = next((task for task in self.waiting if serves(task.server)), None)
+        if task is not None:
+            self.waiting.remove(task)
+            self.under_way[task.uid] = task
         return task
 
     def end(self, result: GroupResult) -> None:

@@ -1,6 +1,7 @@
 """The fleet's servers as processes: how one starts and ends, and what a health check is."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -36,7 +37,7 @@ class ServerProcess:
 
 def fleet_of(config: Config, start: Callable[[int, int], Awaitable[ServerProcess]]) -> Fleet:
     """A fleet of config.servers.count servers. start: takes the slot and how often it was started before."""
-    lives = [0] * config.servers.count
+    lives: Counter[int] = Counter()
     http = httpx.AsyncClient(timeout=None)  # the fleet cuts a check off by itself
 
     async def start_next(slot: int) -> ServerProcess:

@@ -97,7 +97,7 @@ def shrunk_config(config: Config, model: Mapping[str, Any], layout: Layout) -> C
             "sequence_parallel": tree["layout"]["sequence_parallel"] if layout.tp > 1 else None,
         },
         "trainer": {
-            "max_tokens_per_microbatch": MAX_TOKENS, "updates_per_step": 1, "threads_per_rank": 1, "collective_timeout_s": 120.0,
+            "max_tokens_per_microbatch": MAX_TOKENS, "updates_per_step": 1, "threads_per_rank": 1,
         },
         "rollouts": {
             "temperature": SAMPLING.temperature, "top_p": SAMPLING.top_p, "top_k": SAMPLING.top_k, "max_keep_set": SAMPLING.top_k,

@@ -1,6 +1,6 @@
 """Processes, here and on the nodes of a cluster, and ports: started, watched and stopped so that none is left behind."""
 
-from megatron_rl.processes.addresses import AddressError, address_of_interface, address_of_this_host
+from megatron_rl.processes.addresses import AddressError, address_of_interface, address_of_this_host, interface_of
 from megatron_rl.processes.child import (
     Child,
     Command,
@@ -11,10 +11,10 @@ from megatron_rl.processes.child import (
     log_tail,
     stop_all,
 )
-from megatron_rl.processes.nodes import Nodes
+from megatron_rl.processes.nodes import Nodes, RemoteProcess
 from megatron_rl.processes.ports import PortError, check_port, free_ports
 
 __all__ = [
-    "AddressError", "Child", "Command", "Nodes", "PortError", "Process", "ProcessError", "address_of_interface", "address_of_this_host",
-    "check_port", "dying_with_me", "end_forks_with_me", "free_ports", "log_tail", "stop_all",
+    "AddressError", "Child", "Command", "Nodes", "PortError", "Process", "ProcessError", "RemoteProcess", "address_of_interface",
+    "address_of_this_host", "check_port", "dying_with_me", "end_forks_with_me", "free_ports", "interface_of", "log_tail", "stop_all",
 ]  # fmt: skip

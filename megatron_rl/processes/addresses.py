@@ -1,5 +1,6 @@
 """Addresses of this machine."""
 
+import contextlib
 import fcntl
 import socket
 import struct
@@ -25,12 +26,13 @@ def address_of_interface(name: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def address_towards(host: str, port: int) -> str:
-    """This machine's own address on the route to another one; connecting a datagram socket sends nothing."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]
+def interface_of(address: str) -> str | None:
+    """The network interface that has this IPv4 address; None where none has it as its first."""
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(AddressError):  # an interface without an address
+            if address_of_interface(name) == address:
+                return name
+    return None
 
 
 def address_of_this_host() -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 
 from megatron_rl.config import ConfigError, RunFolder
-from megatron_rl.processes.addresses import AddressError, address_of_interface, address_towards
+from megatron_rl.processes.addresses import AddressError, address_of_interface
 from megatron_rl.processes.child import Child, Command, ProcessError, stop_all
 from megatron_rl.processes.ports import free_ports
 from megatron_rl.wire.access import KeyMissingError, key_from_environment, with_key
@@ -33,6 +33,7 @@ from megatron_rl.wire.nodes import (
     StartOrder,
     StopOrder,
 )
+from megatron_rl.wire.stores import address_towards
 
 PATIENCE_S = 60.0
 GRACE_S = 10.0

@@ -4,6 +4,7 @@
                            │                        │ ▲                 └──budget spent──▶ given_up
                            └──────── suspect ◀──────┘ │  (a failed check or a failed group; no new work until one succeeds)
                                         └─────────────┘
+    add() makes a new slot, or takes the one of a server that was removed; remove() ends a server from any state: removed
 
 One coroutine for each server does all of its transitions; everybody else reads `servers` and the event queue. A server that is
 `up` answers, but which weights it holds is unknown until the trainer has verified them: `synced` makes it ready. How a process is
@@ -13,9 +14,11 @@ Shutdown: cancel `run()`; it stops every server that it started, then returns.
 """
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -25,7 +28,12 @@ from megatron_rl.rollouts.errors import ServerError
 MAX_CHECKS_PER_S = 64.0
 """Of all servers together: a check costs the orchestrator a millisecond, and what fails in between shows in its groups at once."""
 
-State = Literal["starting", "up", "ready", "suspect", "dead", "given_up"]
+_REMOVED = "removed from the fleet"
+
+State = Literal["starting", "up", "ready", "suspect", "dead", "given_up", "removed"]
+
+GONE = frozenset({"given_up", "removed"})
+"""States that a server does not leave by itself."""
 
 
 class ServerHandle(Protocol):
@@ -57,9 +65,9 @@ class FleetLimits:
 
 @dataclass(frozen=True)
 class FleetEvent:
-    """joined: the server answers and has to be synced. left: it is gone, its requests with it. given_up: gone for good."""
+    """joined: the server answers and has to be synced. left: it is gone, its requests with it. given_up, removed: gone for good."""
 
-    kind: Literal["joined", "left", "given_up"]
+    kind: Literal["joined", "left", "given_up", "removed"]
     slot: int
     url: str
     reason: str = ""
@@ -79,6 +87,22 @@ class Server:
     failed_groups: int = 0
     condemned: str = ""
     """Why it has to be stopped, said from outside."""
+    unwanted: bool = False
+    """It has been removed, and is not started again."""
+
+    @property
+    def host(self) -> str:
+        return host_of(self.url)
+
+
+@functools.cache
+def host_of(url: str) -> str:
+    """The machine in a server's URL."""
+    return urlsplit(url).hostname or ""
+
+
+class FleetError(ValueError):
+    """A server that cannot be added or removed."""
 
 
 class Fleet:
@@ -100,6 +124,7 @@ class Fleet:
         self.events: asyncio.Queue[FleetEvent] = asyncio.Queue()
         self._start, self._check, self._limits = start, check, limits
         self._nudge = [asyncio.Event() for _ in range(count)]
+        self._keepers: asyncio.TaskGroup | None = None
 
     @property
     def check_every_s(self) -> float:
@@ -146,11 +171,36 @@ class Fleet:
         if server := self._at(url):
             server.failed_groups = 0
 
+    def add(self) -> int:
+        """One more server, while the fleet runs; returns its slot. It takes work once it has been synced, like any other."""
+        slot = next((s.slot for s in self.servers if s.state == "removed"), len(self.servers))
+        if slot == len(self.servers):
+            self.servers.append(Server(slot))
+            self._nudge.append(asyncio.Event())
+        self.servers[slot] = Server(slot)
+        self._nudge[slot].clear()
+        self._keepers.create_task(self._keep(self.servers[slot]), name=f"server-{slot}")
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """Stop a server for good, at once: its requests go elsewhere. Raises FleetError for one that is not there, and for the last."""
+        if not 0 <= slot < len(self.servers) or self.servers[slot].unwanted:
+            there = ", ".join(str(s.slot) for s in self.servers if not s.unwanted)
+            raise FleetError(f"there is no server {slot}; servers are {there}")
+        if all(s.unwanted or s.state in GONE for s in self.servers if s.slot != slot):
+            raise FleetError(f"server {slot} is the last one; add another before it is removed, or stop the run")
+        server = self.servers[slot]
+        server.unwanted = True
+        if server.state == "given_up":
+            server.state = "removed"
+        elif server.state in ("up", "ready", "suspect"):
+            self.condemn(server.url, _REMOVED)
+
     async def run(self) -> None:
-        """Until cancelled, or until every server is given up."""
-        async with asyncio.TaskGroup() as group:
+        """Until cancelled, or until every server is gone."""
+        async with asyncio.TaskGroup() as self._keepers:
             for server in self.servers:
-                group.create_task(self._keep(server), name=f"server-{server.slot}")
+                self._keepers.create_task(self._keep(server), name=f"server-{server.slot}")
 
     def _at(self, url: str) -> Server | None:
         """The live server at this URL; None when it has left meanwhile."""
@@ -160,12 +210,18 @@ class Fleet:
         """One server through all of its lives."""
         while True:
             reason = await self._live(server)
+            if server.unwanted:
+                break
             if server.restarts >= self._limits.max_restarts:
                 server.state = "given_up"
                 self._tell("given_up", server, f"{reason}; {server.restarts} restarts are used up")
                 return
             server.restarts += 1
             await asyncio.sleep(self._limits.restart_delay_s)
+            if server.unwanted:
+                break
+        server.state = "removed"
+        self._tell("removed", server, _REMOVED)
 
     async def _live(self, server: Server) -> str:
         """Start, watch, stop; returns why the server is no more."""
@@ -180,18 +236,20 @@ class Fleet:
             return reason
         server.url = handle.url
         try:
-            reason = await self._until_healthy(handle) or await self._until_dead(server, handle)
+            reason = await self._until_healthy(server, handle) or await self._until_dead(server, handle)
         finally:
             server.state = "dead"  # before the stop, which takes a while: no work goes there any more
             await asyncio.shield(handle.stop())
         self._tell("left", server, reason)
         return reason
 
-    async def _until_healthy(self, handle: ServerHandle) -> str | None:
+    async def _until_healthy(self, server: Server, handle: ServerHandle) -> str | None:
         """None once the server answers; else why it did not."""
         try:
             async with asyncio.timeout(self._limits.start_timeout_s):
                 while (code := handle.poll()) is None:
+                    if server.unwanted:
+                        return _REMOVED
                     if await self._fault(handle.url) is None:
                         return None
                     await asyncio.sleep(min(0.2, self._limits.check_every_s))

@@ -28,6 +28,8 @@ from megatron_rl.rollouts.sampled_model import read_sampled_model
 from megatron_rl.tasks import TaskError, TextEncoder, load_task
 from megatron_rl.wire.access import KeyMissingError, key_from_environment, with_key
 from megatron_rl.wire.control import Ack, GroupReport, WorkOrder, WorkRequest, decode, encode
+from megatron_rl.wire.nodes import ADDRESS_VARIABLE
+from megatron_rl.wire.stores import address_towards
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -45,6 +47,9 @@ class OrchestratorLink:
 
     def __init__(self, url: str, key: str, *, patience_s: float = 30.0, retry_s: float = 0.5):
         self._url, self._patience_s, self._retry_s = url, patience_s, retry_s
+        to = httpx.URL(url)
+        self.own_host = os.environ.get(ADDRESS_VARIABLE) or address_towards(to.host, to.port or 80)
+        """This machine's address in the run: on a cluster the one that its agent found, else that on the way there."""
         self._http = httpx.AsyncClient(
             base_url=url, headers=with_key(key), timeout=httpx.Timeout(60.0, connect=5.0), trust_env=False
         )
@@ -80,7 +85,7 @@ class Worker:
         try:
             while True:
                 await self._wait_for_a_slot()
-                request = WorkRequest(self._name, slots=MAX_GROUPS - len(self._groups))
+                request = WorkRequest(self._name, slots=MAX_GROUPS - len(self._groups), host=self._link.own_host)
                 order = await self._link.send("/work", request, WorkOrder)
                 if order.stop:
                     return

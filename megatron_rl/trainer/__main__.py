@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 from pathlib import Path
 
 from megatron_rl.config import RunFolder
@@ -17,9 +18,15 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request otherwise
     # Loads torch: only in the rank itself, not where a helper process of dist-checkpointing imports this file.
+    from megatron_rl.trainer.faults import RankFaultError
     from megatron_rl.trainer.loop import train
 
-    train(RunFolder(arguments.run_dir), arguments.resume)
+    try:
+        train(RunFolder(arguments.run_dir), arguments.resume)
+    except RankFaultError:
+        logging.getLogger(__name__).exception("this rank ends")
+        logging.shutdown()
+        os._exit(1)  # threads that still wait for a server or for another rank would hold it back
 
 
 if __name__ == "__main__":

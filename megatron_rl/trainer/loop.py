@@ -18,15 +18,17 @@ import torch.distributed as dist
 from megatron_rl.batching import Microbatch, Spool, microbatches_for, split_step
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.engine import build_engine, start_process
+from megatron_rl.engine.checkpoint import CheckpointError
 from megatron_rl.engine.optimizer import learning_rate
 from megatron_rl.metrics import Metric, merge, to_floats
 from megatron_rl.objective import NUM_BINS, Denominators, PolicyLoss, ratio_quantiles
 from megatron_rl.records import StepPlan, write_scores
+from megatron_rl.trainer.faults import ending_together
 from megatron_rl.trainer.fingerprint import Fingerprint, checksums
 from megatron_rl.trainer.model_folder import assembly_options, open_model
 from megatron_rl.trainer.probe import Prober
 from megatron_rl.trainer.publisher import Publisher
-from megatron_rl.trainer.ranks import gather, gather_on_first, share, the_rank
+from megatron_rl.trainer.ranks import gather, gather_on_first, meet, share, the_rank
 from megatron_rl.trainer.saving import load_checkpoint, save_checkpoint, write_policy
 from megatron_rl.trainer.scored import KeepsLogProbs, completion_scores, shown_entries
 from megatron_rl.trainer.steering import Steering, steering_from_environment
@@ -38,17 +40,20 @@ logger = logging.getLogger(__name__)
 
 def train(folder: RunFolder, resume: bool) -> None:
     """The whole life of a trainer rank."""
-    trainer = Trainer(folder, folder.config(), steering_from_environment() if the_rank() == 0 else None)
-    latest = folder.latest_checkpoint() if resume else None
-    trainer.begin(latest[1] if latest else None)
-    while (order := trainer.next_order()).kind != "stop":
-        if order.kind == "sync":
-            trainer.publish(order)
-        elif order.kind == "train":
-            trainer.step_once(order)
-        elif order.kind == "save":
-            trainer.save()
-    trainer.finish()
+    config, steering = folder.config(), steering_from_environment()
+    store = meet(steering, config.trainer.collective_timeout_s)
+    with ending_together(store, the_rank(), config.layout.world_size):
+        trainer = Trainer(folder, config, store, steering if the_rank() == 0 else None)
+        latest = folder.latest_checkpoint() if resume else None
+        trainer.begin(latest[1] if latest else None)
+        while (order := trainer.next_order()).kind != "stop":
+            if order.kind == "sync":
+                trainer.publish(order)
+            elif order.kind == "train":
+                trainer.step_once(order)
+            elif order.kind == "save":
+                trainer.save()
+        trainer.finish()
 
 
 class BatchError(RuntimeError):
@@ -58,12 +63,12 @@ class BatchError(RuntimeError):
 class Trainer:
     """One rank. `step` is the number of steps done, which is the version of the weights.
 
-    steering: rank 0's way to the orchestrator; None on the other ranks, and where a caller says what is trained.
+    store: where the ranks find one another. steering: rank 0's way to the orchestrator; None on the other ranks, and where a caller says what is trained.
     """
 
-    def __init__(self, folder: RunFolder, config: Config, steering: Steering | None):
+    def __init__(self, folder: RunFolder, config: Config, store: dist.Store, steering: Steering | None):
         self.folder, self.config, self.steering = folder, config, steering
-        self.groups = start_process(self.config, the_rank(), rendezvous="env://", local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+        self.groups = start_process(self.config, the_rank(), store=store, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
         model = open_model(folder.model)
         self.engine = build_engine(self.config, self.groups, model.config, model)
         self.spool = Spool(folder.path)
@@ -92,6 +97,7 @@ class Trainer:
             self.engine.keep_reference()
         if checkpoint is not None:
             self.step = load_checkpoint(self.engine, checkpoint)
+            self._check_loaded(checkpoint)
         logger.info("rank %d of %d begins at step %d", self.groups.rank, self.groups.layout.world_size, self.step)
 
     def next_order(self) -> Order:
@@ -166,8 +172,21 @@ class Trainer:
             fault = f"rank {self.groups.rank}: {error}"
         self._assemble_s += time.perf_counter() - began
         if faults := [text for text in gather(fault) if text]:
-            raise BatchError(f"the batch of step {part.step} cannot be read: " + "; ".join(faults))
+            raise BatchError(f"the batch of step {part.step} cannot be read: {'; '.join(faults)}; --resume draws it anew where a file is not whole")
         return batch
+
+    def _check_loaded(self, checkpoint: Path) -> None:
+        """Against the checksums of the step that it was saved after, where they were recorded at this layout: a byte that a disk has
+        changed shows in nothing else. A collective; raises CheckpointError on the first rank, which ends all."""
+        recorded = Fingerprint.read(self.folder.fingerprints, self.step - 1) if self.config.fingerprints else None
+        own = gather_on_first(checksums(self.engine.state())) if share(recorded is not None) else None
+        if own is None or recorded.layout != self.config.layout.model_dump():
+            return
+        if found := recorded.first_difference(Fingerprint(self.step - 1, recorded.layout, tuple(own))):
+            raise CheckpointError(
+                f"{checkpoint}: {found.name} of rank {found.rank}, and {found.num_different - 1} more tensors, are not what was saved; "
+                "remove the folder, and --resume goes on from the checkpoint before it"
+            )
 
     def _old_logprobs(self, batch: list[Microbatch]) -> list[np.ndarray] | None:
         if not self.loss.needs_old_forward(self.config.trainer.updates_per_step):

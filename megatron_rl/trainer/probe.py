@@ -26,7 +26,9 @@ class Prober:
     def score(self, version: int) -> dict[str, float]:
         """Ask for the probe of this version, score it, report each rollout's distance; returns probe/... metrics, none without a probe."""
         t = self._rank
-        name = share(t.steering and t.steering.probe_plan(version, t.config.servers.request_timeout_s))
+        ask = t.steering and t.steering.probe_question(version, t.config.servers.request_timeout_s)
+        while (name := share(ask and ask())) is None:
+            pass
         if not name:
             return {}
         plan = t.spool.read_plan(name)

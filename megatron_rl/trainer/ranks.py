@@ -1,10 +1,15 @@
-"""What the ranks of the trainer tell one another beside tensors: small Python objects."""
+"""How the ranks of the trainer find one another, and what they tell one another beside tensors: small Python objects."""
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
+
+from megatron_rl.processes import interface_of
+from megatron_rl.trainer.steering import Steering
+from megatron_rl.wire.stores import address_towards, join_store, serve_store
 
 T = TypeVar("T")
 
@@ -12,6 +17,26 @@ T = TypeVar("T")
 def the_rank() -> int:
     """This process's rank, as torchrun, Slurm and the local launcher say it."""
     return int(os.environ["RANK"])
+
+
+def meet(steering: Steering, timeout_s: float) -> dist.Store:
+    """The store through which the ranks meet: served by rank 0 on the one address by which it reaches the orchestrator, at a port
+    that is bound before anybody is told of it. Gloo then listens on the same interface, and no other. Raises NobodyMet."""
+    served: list[dist.Store] = []
+
+    def serve(host: str) -> int:
+        served.append(serve_store(host, timeout_s))
+        return served[0].port
+
+    host, port = steering.meet(the_rank(), serve, timeout_s)
+    if interface := interface_of(address_towards(host, port)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return served[0] if served else join_store(host, port, timeout_s)
+
+
+def meet_in(folder: Path, world_size: int) -> dist.Store:
+    """The store of ranks that nobody steers, such as those of a replay: all on this machine, in a folder of their own."""
+    return dist.FileStore(str(folder / "store"), world_size)
 
 
 def share(value: T | None) -> T:

@@ -17,7 +17,7 @@ from megatron_rl.metrics import read_rows
 from megatron_rl.trainer.comparison import StepComparison, comparable, differing_metrics
 from megatron_rl.trainer.fingerprint import Fingerprint, TensorDifference
 from megatron_rl.trainer.loop import Trainer
-from megatron_rl.trainer.ranks import gather_on_first, share
+from megatron_rl.trainer.ranks import gather_on_first, meet_in, share
 from megatron_rl.trainer.saving import load_checkpoint
 from megatron_rl.wire.control import encode
 
@@ -26,7 +26,8 @@ REPORT = "report.jsonl"
 
 def replay(run: RunFolder, scratch: RunFolder, first: int, steps: int) -> None:
     """Train the plans first, first + 1, ... from the state that the run had there, and compare each step with what was recorded."""
-    trainer = Trainer(run, scratch.config(), steering=None)
+    config = scratch.config()
+    trainer = Trainer(run, config, meet_in(scratch.path, config.layout.world_size), steering=None)
     trainer.begin(run.checkpoint(first) if first else None, recorded_start=True)
     for step in range(first, first + steps):
         metrics = trainer.train_plan(Spool.plan_name(step))

@@ -1,7 +1,8 @@
-"""The trainer's side of the control messages: rank 0 asks the orchestrator what to do next and says what was done."""
+"""The trainer's side of the control messages: all ranks ask where they meet; rank 0 asks what to do next and says what was done."""
 
 import os
 import time
+from collections.abc import Callable
 from typing import TypeVar
 
 import httpx
@@ -9,6 +10,8 @@ import httpx
 from megatron_rl.wire.access import key_from_environment, with_key
 from megatron_rl.wire.control import (
     Ack,
+    Meeting,
+    MeetRequest,
     Order,
     OrderRequest,
     ProbeOrder,
@@ -21,6 +24,8 @@ from megatron_rl.wire.control import (
     decode,
     encode,
 )  # fmt: skip
+from megatron_rl.wire.nodes import ADDRESS_VARIABLE
+from megatron_rl.wire.stores import address_towards
 
 T = TypeVar("T")
 
@@ -29,25 +34,46 @@ class OrchestratorGone(RuntimeError):
     """The orchestrator has not answered for so long that the run is over."""
 
 
+class NobodyMet(RuntimeError):
+    """The trainer's first rank has not come."""
+
+
 class Steering:
-    """A blocking client of the orchestrator; only trainer rank 0 has one."""
+    """A blocking client of the orchestrator. Of the ranks only the first goes on to use it after they have met."""
 
     def __init__(self, url: str, key: str, patience_s: float = 60.0):
         self.url, self.key, self.patience_s = url, key, patience_s
         self._http = httpx.Client(base_url=url, headers=with_key(key), timeout=httpx.Timeout(60.0))
 
+    def meet(self, rank: int, serve: Callable[[str], int], timeout_s: float) -> tuple[str, int]:
+        """Host and port of the ranks' store. serve: called on rank 0 with this machine's address in the run (on a cluster the one that
+        its agent found, else that on the way to the orchestrator); it serves the store there and returns the port."""
+        own = ("", 0)
+        if rank == 0:
+            url = httpx.URL(self.url)
+            host = os.environ.get(ADDRESS_VARIABLE) or address_towards(url.host, url.port or 80)
+            own = (host, serve(host))
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            found = self._post("/meet", MeetRequest(rank, *own, wait_s=min(20.0, timeout_s)), Meeting)
+            if found.port:
+                return found.host, found.port
+        raise NobodyMet(f"rank 0 has not said within {timeout_s:g} s where the ranks meet; see logs/trainer-0.log")
+
     def next_order(self, step: int) -> Order:
         """What comes after policy version `step`; 'wait' when there is nothing yet."""
         return self._post("/order", OrderRequest(step), Order)
 
-    def probe_plan(self, version: int, timeout_s: float) -> str:
-        """The plan file of the probe rollouts sampled at `version`, or '' when there were none in time."""
+    def probe_question(self, version: int, timeout_s: float) -> Callable[[], str | None]:
+        """To be asked until it answers with the plan file of the probe rollouts sampled at `version`, '' when there were none in time.
+        One answer takes 20 s at most; the other ranks wait in a collective meanwhile."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+
+        def ask() -> str | None:
             order = self._post("/probe", ProbeRequest(version, wait_s=min(20.0, timeout_s)), ProbeOrder)
-            if order.ready:
-                return order.plan_file
-        return ""
+            return order.plan_file if order.ready or time.monotonic() >= deadline else None
+
+        return ask
 
     def report(self, message: StepReport | WeightsReport | ProbeReport | SavedReport | Progress) -> Ack:
         return self._post(_ROUTES[type(message)], message, Ack)

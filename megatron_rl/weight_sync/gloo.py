@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from megatron_rl.weight_sync.routes import ServerError, ServerRoutes
 from megatron_rl.weight_sync.sender import WeightSource, checked_tensors
+from megatron_rl.wire.stores import serve_store
 from megatron_rl.wire.weights import (
     Bucket,
     WeightGroup,
     WeightMeta,
     join_weight_group,
-    listen_for_workers,
     pack_bucket,
     plan_buckets,
 )
@@ -36,7 +36,7 @@ class _Flight(NamedTuple):
 class GlooSender:
     """host: the address of this machine under which the servers reach it, and the only one that is listened on.
 
-    bucket_bytes: tensors are sent together up to this size. timeout_s: for place a server, and for one bucket to reach it and
+    bucket_bytes: tensors are sent together up to this size. timeout_s: for meeting a server, and for one bucket to reach it and
     the one before to be loaded. receive_timeout_s: how long a server waits for the next bucket; it must outlast the gathering of
     a bucket and the timeouts of other servers, which hold the stream up. (A sender that dies is noticed at once.)
     """
@@ -60,15 +60,15 @@ class GlooSender:
             return failures
         with ThreadPoolExecutor(len(servers)) as pool:
             meetings = {server.address.name: pool.submit(self._meet, server) for server in servers}
-        for name, place in meetings.items():
+        for name, meeting in meetings.items():
             try:
-                self._groups[name] = place.result()
+                self._groups[name] = meeting.result()
             except (ServerError, RuntimeError) as error:  # torch.distributed's errors are RuntimeErrors
                 failures[name] = f"no weight group: {error}"
         return failures
 
     def _meet(self, server: ServerRoutes) -> WeightGroup:
-        store = listen_for_workers(self._host, self._timeout_s)
+        store = serve_store(self._host, self._timeout_s)
         world_size = 1 + server.address.num_workers
         init_info = {"host": self._host, "port": store.port, "world_size": world_size, "timeout_s": self._receive_timeout_s}
         # Each side waits for the other, so both at once; when one fails, the other is left to its timeout.

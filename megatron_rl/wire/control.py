@@ -4,6 +4,7 @@ The orchestrator serves; workers and trainer are its clients:
 
     worker   POST /work      WorkRequest   -> WorkOrder      waits (at most its `wait_s`) until there is a group to sample
     worker   POST /groups    GroupReport   -> Ack
+    a rank   POST /meet      MeetRequest   -> Meeting        where the ranks of the trainer find one another
     trainer  POST /order     OrderRequest  -> Order          waits until a step plan is ready, or there is something else to do
     trainer  POST /step      StepReport    -> Ack            an optimizer step is done
     trainer  POST /weights   WeightsReport -> Ack            version v is on the servers named; the others are out of the fleet
@@ -38,6 +39,8 @@ class WorkRequest:
     slots: int
     """Groups that the worker can begin now."""
     wait_s: float = 20.0
+    host: str = ""
+    """The worker's machine, by the address from which it reaches the orchestrator."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,24 @@ class WorkOrder:
 class GroupReport:
     worker: str
     result: GroupResult
+
+
+@dataclass(frozen=True)
+class MeetRequest:
+    """Of every rank at its start. host, port: where rank 0 serves the ranks' store; from the others '' and 0."""
+
+    rank: int
+    host: str = ""
+    port: int = 0
+    wait_s: float = 20.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks' store is; port 0: rank 0 has not come yet, ask again."""
+
+    host: str = ""
+    port: int = 0
 
 
 @dataclass(frozen=True)

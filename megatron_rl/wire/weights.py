@@ -10,11 +10,12 @@ torch is imported inside the functions that need it: the orchestrator imports th
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
+
+from megatron_rl.wire.stores import address_towards, join_store
 
 if TYPE_CHECKING:
     import torch
@@ -193,45 +194,21 @@ class WeightGroup:
         return self._group.broadcast(buffer, 0)
 
 
-def listen_for_workers(host: str, timeout_s: float) -> dist.TCPStore:
-    """The store at which a weight group meets, listening on `host` only, at a free port (`.port`).
-
-    torch binds a store to every interface of the machine. Whoever reaches it can take part in the rendezvous, so the socket is
-    bound here, to the one address that the workers are told.
-    """
-    import torch.distributed as dist
-
-    listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(
-        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-
-
 def join_weight_group(
     host: str, port: int, rank: int, world_size: int, timeout_s: float, store: dist.TCPStore | None = None
 ) -> WeightGroup:
     """Meet at (host, port) and return when all `world_size` members are connected; any wait longer than `timeout_s` raises.
 
-    `store` is what `listen_for_workers` returned, on rank 0; the others connect to it. `timeout_s` also bounds every later
+    `store` is what rank 0 serves (`wire.stores.serve_store`); the others connect to it. `timeout_s` also bounds every later
     broadcast.
     """
     import torch.distributed as dist
 
     timeout = timedelta(seconds=timeout_s)
     if store is None:
-        store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        store = join_store(host, port, timeout_s)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
     # Gloo's default is the address of the machine's host name, which may be unreachable or open to others.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(host, port))]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(host, port))]
     return WeightGroup(store, dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world_size, options))
-
-
-def _address_towards(host: str, port: int) -> str:
-    """This machine's own address on the route to (host, port); connecting a datagram socket sends nothing."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]

@@ -1,6 +1,7 @@
-"""kill -9 of each process of a run at a bad moment, then --resume: nothing lost, nothing twice, and the bits of a run never killed.
+"""kill -9 of each process of a run at a bad moment: nothing lost, nothing twice, and the bits of a run never killed.
 
-The moments are watched for from outside. One case runs always, the others with
+The run goes on by itself when a server or a rank of the trainer was killed, and with --resume after everything else, and where
+trainer.max_restarts is 0. The moments are watched for from outside. Two cases run always, the others with
 
     pytest tests/e2e/test_kill.py -m slow
 
@@ -78,10 +79,11 @@ def second_rank(folder: Path) -> int:
     return process_of(folder, "megatron_rl.trainer", rank=1)
 
 
-def live_and_die(folder: RunFolder, moment: Callable[[RunFolder], None], victim: Callable[[Path], int]) -> int:
+def live_and_die(folder: RunFolder, moment: Callable[[RunFolder], None], victim: Callable[[Path], int], *words: str) -> int:
     """A run whose victim is killed at the moment; returns the program's exit status when everything of it is gone."""
     with open(folder.path.with_suffix(".out"), "wb") as output:
-        started = subprocess.Popen(train_command(folder.path, *WORDS), cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT)
+        command = train_command(folder.path, *WORDS, *words)
+        started = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT)
     try:
         assert eventually(lambda: len(list(processes_of(folder.path))) >= 5, START_S)  # itself, server, worker, two ranks
         pid = started.pid if victim is program else victim(folder.path)
@@ -147,8 +149,24 @@ slow = pytest.mark.slow
 )
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, moment, victim):
     folder = RunFolder(tmp_path / "killed")
-    assert live_and_die(folder, moment, victim) != 0
+    assert live_and_die(folder, moment, victim, "--trainer.max_restarts", "0") != 0
     resume(folder)
+    assert_every_prompt_was_trained_once(folder)
+    assert_equals_a_run_that_was_never_killed(folder)
+
+
+@pytest.mark.parametrize(
+    ("moment", "victim"),
+    [
+        pytest.param(after_step(3), second_rank, id="second-rank-before-the-sync"),
+        pytest.param(after_step(3), first_rank, id="first-rank-before-the-sync", marks=slow),
+        pytest.param(while_checkpointing(4), first_rank, id="first-rank-while-checkpointing", marks=slow),
+    ],
+)
+def test_a_trainer_whose_rank_is_killed_starts_again_in_the_same_run(tmp_path, moment, victim):
+    folder = RunFolder(tmp_path / "rank")
+    assert live_and_die(folder, moment, victim) == 0, folder.path.with_suffix(".out").read_text()
+    assert said(folder.logs / "events.log", f"the trainer starts again from {folder.checkpoint(2)}, up to step")
     assert_every_prompt_was_trained_once(folder)
     assert_equals_a_run_that_was_never_killed(folder)
 

@@ -10,6 +10,7 @@ import shutil
 import pytest
 
 from megatron_rl.config import RunFolder
+from megatron_rl.conversion.torch_dist import read_torch_dist
 from tests.e2e.runs import processes_of, replay, run, train_command
 
 
@@ -49,6 +50,21 @@ def test_at_another_layout_a_step_is_compared_with_the_checkpoint_behind_it(reco
     assert "(by checkpoint)" in again.stdout or "by at most" in again.stdout, again.stdout + again.stderr
     # fp32, sums in another order; the update of AdamW's first steps is about the learning rate, 4e-4, times the sign of the gradient
     assert all(float(size) < 1e-4 for size in re.findall(r"by at most ([\d.e+-]+\d)", again.stdout)), again.stdout
+
+
+def test_a_byte_of_a_checkpoint_that_a_disk_has_changed_is_found_and_its_tensor_named(recorded, tmp_path):
+    damaged = RunFolder(tmp_path / "damaged")
+    shutil.copytree(recorded.path, damaged.path, symlinks=True)
+    arrays = read_torch_dist(damaged.checkpoint(2) / "engine")
+    chunk = max((chunk for array in arrays.values() for chunk in array.chunks), key=lambda chunk: chunk.length)
+    with open(chunk.file, "r+b") as file:
+        file.seek(chunk.start + chunk.length // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    again = replay(damaged.path, "--from-step", "2")
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert re.search(r"step_000002: \S.* of rank \d, and \d+ more tensors, are not what was saved; remove the folder", again.stderr), again.stderr
 
 
 def test_a_step_before_which_no_state_is_known_is_refused_with_those_that_are(recorded):

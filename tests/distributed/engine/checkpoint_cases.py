@@ -33,6 +33,20 @@ def resume(rank: int, setting: Setting, folder: Path) -> tuple[int, Weights]:
         return step, run.weights()
 
 
+def broken_loads(rank: int, setting: Setting, folders: list[Path]) -> list[str]:
+    """What is said of each."""
+    found = []
+    with laid_out(setting) as groups:
+        run = Run(groups, setting)
+        for folder in folders:
+            try:
+                run.engine.load(folder)
+                found.append("nothing")
+            except CheckpointError as error:
+                found.append(str(error))
+    return found
+
+
 def refusals(rank: int, setting: Setting, folder: Path, other: Setting) -> list[str]:
     """Saving over it, loading half of it, loading it into another model, saving where nobody can write."""
     found = []

@@ -1,5 +1,7 @@
 """A resumed run is the uninterrupted one: to the bit at its layout, within rounding at another."""
 
+import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import LEARNING_RATE, Setting
-from tests.distributed.engine.checkpoint_cases import refusals, resume, save_and_go_on
+from tests.distributed.engine.checkpoint_cases import broken_loads, refusals, resume, save_and_go_on
 from tests.distributed.engine.world import World
 
 SAVED_AT = {
@@ -33,6 +35,37 @@ def test_another_layout_goes_on_within_rounding(four: World, one: World, tmp_pat
     for _, found in [*others, one.run(resume, Setting(), folder)[0]]:
         # Lost moments or a wrong step count move weights by a whole rate.
         assert max(float((found[key] - weight).abs().max()) for key, weight in wanted.items()) < 0.2 * LEARNING_RATE
+
+
+class Command:
+    """An object whose unpickling runs something: how a checkpoint from elsewhere would."""
+
+    def __init__(self, touched: Path) -> None:
+        self._touched = touched
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self._touched,)
+
+
+def test_a_folder_from_elsewhere_runs_nothing_and_a_broken_one_is_named(one: World, tmp_path: Path) -> None:
+    whole, touched = tmp_path / "step2", tmp_path / "touched"
+    one.run(save_and_go_on, Setting(), whole)
+    folders = {name: tmp_path / name for name in ("metadata", "common", "half", "gone")}
+    for folder in folders.values():
+        shutil.copytree(whole, folder)
+    (folders["metadata"] / ".metadata").write_bytes(pickle.dumps(Command(touched)))
+    common = torch.load(whole / "common.pt", weights_only=False)
+    torch.save({**common, "more": Command(touched)}, folders["common"] / "common.pt")
+    tensors = next(folders["half"].glob("*.distcp"))
+    tensors.write_bytes(tensors.read_bytes()[: tensors.stat().st_size // 2])
+    next(folders["gone"].glob("*.distcp")).unlink()
+    found = dict(zip(folders, one.run(broken_loads, Setting(), list(folders.values()))[0], strict=True))
+    assert not touched.exists()
+    for name, said in found.items():
+        assert said.startswith(f"{folders[name]} cannot be read: "), said
+        assert said.endswith("of a foreign one only the weights, by megatron-rl convert megatron-to-hf")
+    assert ".metadata asks for pathlib." in found["metadata"]
+    assert "Weights only load failed" in found["common"]
 
 
 def test_what_is_refused(four: World, tmp_path: Path) -> None:

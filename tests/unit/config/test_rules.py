@@ -29,6 +29,7 @@ REFUSED = [
     ({"objective": {"old_policy": "rollout"}}, "counted twice"),
     ({"objective": {"correction_low": 2.0}}, "has to be below correction_high"),
     ({"trainer": {"updates_per_step": 3}}, "not a multiple"),
+    ({"trainer": {"collective_timeout_s": 300}}, "collective_timeout_s = 300 is not above weight_sync.timeout_s = 300"),
     ({"servers": {"first_port": 65535, "count": 2}}, "goes beyond port 65535"),
     ({"optimizer": {"learning_rate": float("inf")}}, "finite"),
     ({"servers": {"request_timeout_s": float("inf")}}, "finite"),
@@ -61,6 +62,7 @@ def test_several_broken_rules_are_said_together():
     [
         {"objective": {"old_policy": "rollout", "correction": "none"}},
         {"trainer": {"max_tokens_per_microbatch": 4096}},
+        {"trainer": {"collective_timeout_s": 301}},
         {"servers": {"first_port": 65534, "count": 2}},
         {"rollouts": {"keep_set_source": "processed_logprobs", "top_k": 64}},
         {"layout": {"world_size": 4, "tensor": 2, "expert": 2}},

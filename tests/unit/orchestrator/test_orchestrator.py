@@ -1,164 +1,22 @@
-"""The asynchronous loop against workers and a trainer made of a few lines each: order of events, bounds, faults, resume."""
+"""The asynchronous loop against workers and a trainer made of a few lines each: order of events, bounds, servers that fail."""
 
 import asyncio
-import errno
-import json
-import random
-from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import pytest
 
-from megatron_rl.config import Config, RunFolder
-from megatron_rl.orchestrator import Orchestrator, RunFailed, RunState, control_app
-from megatron_rl.records import GroupResult, GroupTask, RolloutSummary, StepPlan
-from megatron_rl.rollouts.fleet import Fleet, FleetLimits
-from megatron_rl.wire.access import KEY_HEADER
+from megatron_rl.orchestrator import RunFailed
+from megatron_rl.records import GroupResult
+from megatron_rl.rollouts.fleet import host_of
 from megatron_rl.wire.control import (
     Ack,
-    GroupReport,
-    Order,
-    OrderRequest,
-    ProbeOrder,
-    ProbeReport,
-    ProbeRequest,
-    SavedReport,
     StepReport,
     WeightsReport,
     WorkOrder,
     WorkRequest,
-    decode,
     encode,
 )  # fmt: skip
-
-KEY = "k"
-
-
-def config(tmp_path: Path, **rollouts) -> Config:
-    return Config.model_validate({
-        "run": {"name": "t", "folder": str(tmp_path), "steps": 6},
-        "model": {"architecture": {"model_type": "qwen3_moe"}, "dtype": "float32", "max_sequence_length": 64},
-        "task": {"name": "chain_sum"},
-        "rollouts": {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 8, "max_staleness": 1, **rollouts},
-        "checkpoint": {"every": 2, "keep": 2},
-    })  # fmt: skip
-
-
-class Recorder:
-    def __init__(self):
-        self.events, self.steps, self.batches = [], [], []
-
-    def batch(self, summary, examples):
-        self.batches.append(dict(summary))
-
-    def step(self, step, metrics, *, rollout_tokens_per_s, ledger):
-        self.steps.append(step)
-
-    def progress(self, report): ...
-
-    def event(self, message):
-        self.events.append(message)
-
-
-@dataclass
-class FakeServer:
-    url: str
-    code: int | None = None
-
-    def poll(self):
-        return self.code
-
-    async def stop(self): ...
-
-
-class FakeChild:
-    """A process that ends when it is told."""
-
-    def __init__(self, name):
-        self.name, self.status = name, None
-
-    def poll(self):
-        return self.status
-
-    def failure(self):
-        return f"{self.name} ended with status {self.status}"
-
-
-class World:
-    """An orchestrator with servers that are healthy at once, behind the real HTTP application."""
-
-    def __init__(self, tmp_path, cfg, num_servers=2, state=None, step=0):
-        self.cfg, self.folder = cfg, RunFolder(tmp_path / "t")
-        self.folder.create(cfg)
-        self.servers: list[FakeServer] = []
-        self.observer = Recorder()
-        limits = FleetLimits(check_every_s=0.01, restart_delay_s=0.0, max_restarts=2)
-        fleet = Fleet(num_servers, self._start, self._check, limits)
-        self.orchestrator = Orchestrator(cfg, self.folder, state or RunState.new(cfg), fleet, self.observer, step)
-        self.orchestrator.spool.create()
-        app = control_app(KEY, self.orchestrator.handlers, self.orchestrator.status)
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://o", headers={KEY_HEADER: KEY})
-        self.trainer, self.consumed, self.versions = FakeChild("trainer-0"), [], []
-
-    async def _start(self, slot):
-        server = FakeServer(f"http://s{slot}.{len(self.servers)}")
-        self.servers.append(server)
-        return server
-
-    async def _check(self, url): ...
-
-    async def post(self, route, message, answer):
-        reply = await self.http.post(route, content=encode(message))
-        reply.raise_for_status()
-        return decode(reply.content, answer)
-
-    async def work(self, sample):
-        while not (order := await self.post("/work", WorkRequest("w", slots=4, wait_s=0.2), WorkOrder)).stop:
-            for task in order.tasks:
-                await self.post("/groups", GroupReport("w", sample(task)), Ack)
-            await asyncio.sleep(0)
-
-    async def train(self, abs_dlogp=0.0, die_at=None):
-        step = self.orchestrator.step
-        while (order := await self.post("/order", OrderRequest(step, wait_s=0.2), Order)).kind != "stop":
-            if order.kind == "sync":
-                await self.post("/weights", WeightsReport(step, order.servers), Ack)
-                self.versions.append(step)
-                probe = await self.post("/probe", ProbeRequest(step, wait_s=1.0), ProbeOrder)
-                assert probe.ready
-                if probe.plan_file:
-                    plan = self.orchestrator.spool.read_plan(probe.plan_file)
-                    assert plan.summary["staleness_max"] == 0
-                    await self.post("/probed", ProbeReport(step, {e.uid: abs_dlogp for e in plan.entries}), Ack)
-            elif order.kind == "train":
-                plan = self.orchestrator.spool.read_plan(order.plan_file)
-                assert isinstance(plan, StepPlan) and plan.step == step
-                self.consumed.append(plan)
-                if step == die_at:
-                    raise InterruptedError
-                await self.post("/step", StepReport(step, {}), Ack)
-                step += 1
-            elif order.kind == "save":
-                aside = self.folder.checkpoints / f".step_{step}.part"
-                aside.mkdir()
-                await self.post("/saved", SavedReport(step, str(aside)), Ack)
-        self.trainer.status = 0
-
-    async def run(self, sample, **kwargs):
-        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
-            group.create_task(self.orchestrator.run([self.trainer]))
-            group.create_task(self.work(sample))
-            group.create_task(self.train(**kwargs))
-
-
-def sampled(world, task: GroupTask, rng=random) -> GroupResult:
-    version = next((s.version for s in world.orchestrator.fleet.servers if s.url == task.server), 0) or 0
-    rollouts = tuple(
-        RolloutSummary(f"{task.uid}.{i}", f"rollouts/{task.uid}.safetensors", i, 4, 5, 5, 2, 9, 5, 8, rng.random(), "stop", version, version)
-        for i in range(task.num_samples)
-    )
-    return GroupResult(task.uid, task.prompt_index, task.attempt, task.server, rollouts)
+from tests.unit.orchestrator.world import World, config, sampled
 
 
 def test_every_step_is_trained_once_within_the_bound_and_the_ledger_adds_up(tmp_path):
@@ -189,6 +47,28 @@ def test_generation_runs_ahead_but_no_further_than_the_bound(tmp_path):
 
     asyncio.run(scenario())
     assert len(begun) == 2 * 3  # steps 0 and 1 may consume what version 0 samples
+
+
+def test_a_worker_gets_the_servers_beside_it_and_those_that_have_none(tmp_path):
+    world = World(tmp_path, config(tmp_path, max_staleness=2), num_servers=3)  # at s0, s1, s2
+
+    async def scenario():
+        fleet = asyncio.create_task(world.orchestrator.fleet.run())
+        while len(world.orchestrator.fleet.to_sync(0)) < 3:
+            await asyncio.sleep(0.01)
+        await world.post("/weights", WeightsReport(0, tuple(s.url for s in world.servers)), Ack)
+        dealt = {}
+        for slot in (0, 1, 0, 1):
+            host = host_of(world.orchestrator.fleet.servers[slot].url)
+            order = await world.post("/work", WorkRequest(host, slots=2, wait_s=0.05, host=host), WorkOrder)
+            dealt.setdefault(slot, []).append({(task.probe, task.server[:9]) for task in order.tasks})
+        fleet.cancel()
+        return dealt
+
+    dealt = asyncio.run(scenario())
+    # The first comes before it is known that s1 has a worker. The probes' four prompts are dealt to s0, s1, s2, s0.
+    assert dealt[0] == [{(True, "http://s0"), (True, "http://s1")}, {(True, "http://s0"), (False, "http://s0")}]
+    assert dealt[1] == [{(True, "http://s2"), (False, "http://s1")}, {(False, "http://s1"), (False, "http://s2")}]
 
 
 def test_failed_groups_are_drawn_again_and_given_up_after_max_attempts(tmp_path):
@@ -241,6 +121,28 @@ def test_a_server_that_dies_loses_its_groups_to_the_others(tmp_path):
     assert any("exit code -9" in event for event in world.observer.events)
 
 
+def test_servers_join_and_leave_while_the_run_goes_on_and_nothing_is_counted_twice(tmp_path):
+    world = World(tmp_path, config(tmp_path), num_servers=1)
+    sampled_by = []
+
+    def sample(task):
+        fleet = world.orchestrator.fleet
+        if not task.probe and task.prompt_index == 4 and len(fleet.servers) == 1:
+            fleet.add()
+        if fleet.servers[-1].state == "ready" and len(fleet.servers) == 2 and not fleet.servers[0].unwanted:
+            fleet.remove(0)  # in the middle of a group of its own, or of the other's
+        sampled_by.append(task.server)
+        return sampled(world, task)
+
+    asyncio.run(world.run(sample))
+    assert world.observer.steps == list(range(6))
+    ledger = world.orchestrator.state.ledger
+    ledger.check()
+    assert ledger.trained_prompts == 6 * 3 and not ledger.dropped
+    assert {"http://s0.0", "http://s1.1"} == set(sampled_by) and sampled_by[-1] == "http://s1.1"
+    assert any("http://s0.0 left: removed from the fleet" in event for event in world.observer.events)
+
+
 def test_a_server_whose_probe_is_off_leaves_the_fleet(tmp_path):
     world = World(tmp_path, config(tmp_path), num_servers=1)
     with pytest.raises(ExceptionGroup) as caught:
@@ -255,51 +157,10 @@ def test_a_trainer_that_dies_ends_the_run_with_its_log(tmp_path):
 
     async def scenario():
         world.trainer.status = 1
-        await world.orchestrator.run([world.trainer])
+        await world.orchestrator.run([world.trainer], world.start_trainer)
 
     with pytest.raises(RunFailed, match="trainer-0 ended with status 1"):
         asyncio.run(scenario())
-
-
-def test_stopping_saves_and_a_resumed_run_trains_the_rest(tmp_path):
-    world = World(tmp_path, config(tmp_path))
-
-    def sample(task):
-        if len(world.observer.steps) == 3:
-            world.orchestrator.stop_requested = True
-        return sampled(world, task)
-
-    asyncio.run(world.run(sample))
-    step, folder = world.folder.latest_checkpoint()
-    assert step == len(world.observer.steps) < 6
-    saved = json.loads((folder / "orchestrator.json").read_text())
-    resumed = World(tmp_path, config(tmp_path), state=RunState.from_json(world.cfg, saved), step=step)
-    asyncio.run(resumed.run(lambda task: sampled(resumed, task)))
-    assert resumed.observer.steps == list(range(step, 6))
-    trained = [e.prompt_index for w in (world, resumed) for plan in w.consumed for e in plan.entries]
-    assert len(set(trained)) == 6 * 3 and len(trained) == 6 * 3 * 2
-    resumed.orchestrator.state.ledger.check()
-    assert resumed.orchestrator.state.ledger.trained_prompts == 6 * 3
-
-
-def test_steps_recorded_after_the_checkpoint_are_done_again_from_their_plans(tmp_path, monkeypatch):
-    """A death within step 5, with the latest checkpoint at step 4: the plans of steps 4 and 5 are trained as they stood."""
-    monkeypatch.setattr("megatron_rl.batching.Spool.payload", lambda self, name: [None] * 2)  # the payloads are not this test's matter
-    world = World(tmp_path, config(tmp_path))
-
-    with pytest.raises(BaseExceptionGroup):
-        asyncio.run(world.run(lambda task: sampled(world, task), die_at=5))
-    step, folder = world.folder.latest_checkpoint()
-    assert step == 4
-    saved = json.loads((folder / "orchestrator.json").read_text())
-    resumed = World(tmp_path, config(tmp_path), state=RunState.from_json(world.cfg, saved), step=step)
-    asyncio.run(resumed.run(lambda task: sampled(resumed, task)))
-    assert resumed.observer.steps == [4, 5]
-    assert resumed.consumed == world.consumed[4:]
-    trained = [e.prompt_index for plan in [*world.consumed[:4], *resumed.consumed] for e in plan.entries]
-    assert len(set(trained)) == 6 * 3 and len(trained) == 6 * 3 * 2
-    resumed.orchestrator.state.ledger.check()
-    assert resumed.orchestrator.state.ledger.trained_prompts == 6 * 3
 
 
 def test_requests_without_the_key_are_refused(tmp_path):
@@ -329,24 +190,3 @@ def test_a_report_that_is_sent_again_counts_once(tmp_path):
     assert world.observer.steps == list(range(6))
     world.orchestrator.state.ledger.check()
     assert world.orchestrator.state.ledger.trained_prompts == 6 * 3
-
-
-def test_a_full_disk_ends_the_run_by_name_and_nothing_is_lost(tmp_path, monkeypatch):
-    world = World(tmp_path, config(tmp_path))
-    write = world.orchestrator.spool.write_plan
-
-    def full_at_step_3(plan, kind=None):
-        if plan.step == 3 and kind is None:
-            raise OSError(errno.ENOSPC, "No space left on device", "/scratch/spool/plans")
-        return write(plan, kind)
-
-    monkeypatch.setattr(world.orchestrator.spool, "write_plan", full_at_step_3)
-
-    async def scenario():
-        parts = (world.orchestrator.run([world.trainer]), world.work(lambda task: sampled(world, task)), world.train())
-        return await asyncio.gather(*parts, return_exceptions=True)
-
-    ended, _, _ = asyncio.run(scenario())
-    assert isinstance(ended, RunFailed) and "/scratch/spool/plans: No space left on device; nothing is lost" in str(ended)
-    assert world.folder.latest_checkpoint()[0] == 2
-    world.orchestrator.state.ledger.check()

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 
+import pytest
+
 from megatron_rl.rollouts.errors import ServerError
-from megatron_rl.rollouts.fleet import Fleet, FleetLimits
+from megatron_rl.rollouts.fleet import Fleet, FleetError, FleetLimits
 
 QUICK = FleetLimits(
     start_timeout_s=0.5, check_every_s=0.01, check_timeout_s=0.05, max_failed_checks=2, max_failed_groups=2, max_restarts=2, restart_delay_s=0.0
@@ -32,6 +34,7 @@ class World:
         self.fleet = Fleet(count, self.start, self.check, limits)
 
     async def start(self, slot: int) -> FakeServer:
+        self.lives += [[] for _ in range(slot + 1 - len(self.lives))]
         server = FakeServer(f"http://slot{slot}:{len(self.lives[slot])}")
         self.prepare(server, len(self.lives[slot]))
         self.lives[slot].append(server)
@@ -180,3 +183,62 @@ def test_a_start_that_fails_counts_as_a_restart():
         assert world.fleet.servers[0].restarts == 1
 
     play(scenario, world)
+
+
+async def state_of(world, slot, state):
+    while world.fleet.servers[slot].state != state:
+        await asyncio.sleep(0.001)
+
+
+def test_a_server_that_is_added_has_to_be_synced_before_it_takes_work():
+    async def scenario(world):
+        await world.next_events(1)
+        world.fleet.synced("http://slot0:0", 4)
+        assert world.fleet.add() == 1
+        (joined,) = await world.next_events(1)
+        assert (joined.kind, joined.url) == ("joined", "http://slot1:0")
+        assert [s.slot for s in world.fleet.ready()] == [0] and [s.slot for s in world.fleet.to_sync(4)] == [1]
+        world.fleet.synced("http://slot1:0", 4)
+        assert [s.slot for s in world.fleet.ready()] == [0, 1]
+
+    play(scenario, World())
+
+
+def test_a_server_that_is_removed_is_stopped_for_good_and_its_slot_can_be_taken_again():
+    async def scenario(world):
+        await world.next_events(2)
+        world.fleet.synced("http://slot0:0", 1)
+        world.fleet.remove(0)
+        assert world.fleet.ready() == []  # at once, before its process has ended
+        left, removed = await world.next_events(2)
+        assert (left.kind, left.url, removed.kind) == ("left", "http://slot0:0", "removed")
+        assert world.lives[0][0].stopped and world.fleet.servers[0].state == "removed"
+        assert world.fleet.add() == 0
+        (joined,) = await world.next_events(1)
+        assert joined.url == "http://slot0:1" and world.fleet.servers[0].version is None
+
+    play(scenario, World(count=2))
+
+
+def test_a_server_can_be_removed_while_it_starts():
+    async def scenario(world):
+        while not world.lives[0]:
+            await asyncio.sleep(0.001)
+        world.fleet.remove(0)
+        await state_of(world, 0, "removed")
+        assert world.lives[0][0].stopped and len(world.lives[0]) == 1
+
+    play(scenario, World(count=2, prepare=lambda server, life: setattr(server, "healthy", "slot1" in server.url)))
+
+
+def test_the_last_server_and_one_that_is_not_there_are_not_removed():
+    async def scenario(world):
+        await world.next_events(2)
+        world.fleet.remove(1)
+        with pytest.raises(FleetError, match="server 0 is the last one; add another before it is removed, or stop the run"):
+            world.fleet.remove(0)
+        for slot in (1, 2):
+            with pytest.raises(FleetError, match=f"there is no server {slot}; servers are 0"):
+                world.fleet.remove(slot)
+
+    play(scenario, World(count=2))

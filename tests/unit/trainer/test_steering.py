@@ -5,9 +5,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from megatron_rl.trainer.steering import OrchestratorGone, Steering
+from megatron_rl.trainer.steering import NobodyMet, OrchestratorGone, Steering
 from megatron_rl.wire.access import KEY_HEADER
-from megatron_rl.wire.control import Ack, Order, OrderRequest, ProbeOrder, ProbeRequest, StepReport, decode, encode
+from megatron_rl.wire.control import (
+    Ack,
+    Meeting,
+    MeetRequest,
+    Order,
+    OrderRequest,
+    ProbeOrder,
+    ProbeRequest,
+    StepReport,
+    decode,
+    encode,
+)  # fmt: skip
 
 
 class Orchestrator:
@@ -56,15 +67,38 @@ def test_orders_and_reports_travel_with_the_key(orchestrator):
     assert decode(reported, StepReport).metrics["grad_norm"] == 0.5
 
 
+def answers(question) -> list[str | None]:
+    """Until it has its answer."""
+    found = [question()]
+    while found[-1] is None:
+        found.append(question())
+    return found
+
+
 def test_a_probe_is_asked_for_until_it_is_ready(orchestrator):
     orchestrator.answers = {"/probe": [ProbeOrder(ready=False), ProbeOrder(ready=True, plan_file="plans/probe_000007.json")]}
-    assert Steering(orchestrator.url, "k").probe_plan(7, timeout_s=5) == "plans/probe_000007.json"
+    assert answers(Steering(orchestrator.url, "k").probe_question(7, timeout_s=5)) == [None, "plans/probe_000007.json"]
     assert [decode(body, ProbeRequest).version for _, _, body in orchestrator.received] == [7, 7]
 
 
 def test_a_probe_that_never_comes_is_given_up(orchestrator):
     orchestrator.answers = {"/probe": [ProbeOrder(ready=False)] * 10_000}
-    assert Steering(orchestrator.url, "k").probe_plan(7, timeout_s=0.05) == ""
+    assert answers(Steering(orchestrator.url, "k").probe_question(7, timeout_s=0.05))[-1] == ""
+
+
+def test_ranks_meet_where_the_first_one_serves(orchestrator):
+    met = Meeting("127.0.0.1", 4321)
+    orchestrator.answers = {"/meet": [met, Meeting(), met]}
+    assert Steering(orchestrator.url, "k").meet(0, lambda host: 4321, timeout_s=5) == ("127.0.0.1", 4321)
+    assert Steering(orchestrator.url, "k").meet(3, lambda host: pytest.fail("only rank 0 serves"), timeout_s=5) == ("127.0.0.1", 4321)
+    asked = [decode(body, MeetRequest) for _, _, body in orchestrator.received]
+    assert [(m.rank, m.host, m.port) for m in asked] == [(0, "127.0.0.1", 4321), (3, "", 0), (3, "", 0)]
+
+
+def test_a_first_rank_that_never_comes_is_named(orchestrator):
+    orchestrator.answers = {"/meet": [Meeting()] * 10_000}
+    with pytest.raises(NobodyMet, match="rank 0 has not said within 0.05 s where the ranks meet; see logs/trainer-0.log"):
+        Steering(orchestrator.url, "k").meet(1, lambda host: 0, timeout_s=0.05)
 
 
 def test_an_orchestrator_that_is_gone_ends_the_trainer(orchestrator):

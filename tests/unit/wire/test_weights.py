@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.wire.stores import serve_store
 from megatron_rl.wire.weights import (
     ALIGNMENT,
     CHECKSUM_BLOCK,
@@ -17,7 +18,6 @@ from megatron_rl.wire.weights import (
     ChecksumError,
     WeightMeta,
     join_weight_group,
-    listen_for_workers,
     pack_bucket,
     plan_buckets,
     tensor_checksum,
@@ -163,7 +163,7 @@ def listening_addresses() -> set[str]:
 
 def test_group_carries_a_broadcast_and_listens_on_loopback_only():
     before = listening_addresses()
-    store = listen_for_workers("127.0.0.1", timeout_s=20)
+    store = serve_store("127.0.0.1", timeout_s=20)
     with ThreadPoolExecutor(2) as pool:
         receivers = [pool.submit(join_weight_group, "127.0.0.1", store.port, rank, 3, 20) for rank in (1, 2)]
         groups = [join_weight_group("127.0.0.1", store.port, 0, 3, 20, store), *(receiver.result() for receiver in receivers)]
@@ -176,7 +176,7 @@ def test_group_carries_a_broadcast_and_listens_on_loopback_only():
 
 
 def test_nobody_is_waited_for_without_end():
-    store = listen_for_workers("127.0.0.1", timeout_s=1)
+    store = serve_store("127.0.0.1", timeout_s=1)
     started = time.monotonic()
     with pytest.raises(RuntimeError):
         join_weight_group("127.0.0.1", store.port, 0, 2, 1, store)

@@ -1,0 +1,38 @@
+"""Which worker samples which group on which server."""
+
+from megatron_rl.orchestrator.probes import Probe
+from megatron_rl.orchestrator.state import RunState
+from megatron_rl.records import GroupTask
+from megatron_rl.rollouts.fleet import Fleet, host_of
+from megatron_rl.wire.control import WorkRequest
+
+
+class Dealer:
+    """groups_per_server: as many as keep a server busy; what waits in its queue would only grow old there, and hold up the probes.
+
+    A worker gets the groups of the servers beside it, and of those that have no worker beside them: were every worker to talk to
+    every server, their connections would grow with the square of the nodes.
+    """
+
+    def __init__(self, state: RunState, fleet: Fleet, groups_per_server: int):
+        self._state, self._fleet, self._groups_per_server = state, fleet, groups_per_server
+        self._worker_hosts: set[str] = set()
+
+    def deal(self, request: WorkRequest, probe: Probe | None) -> tuple[GroupTask, ...]:
+        """Probes first, since the trainer waits for them; then groups, each to the ready server with the fewest in flight."""
+        self._worker_hosts.add(request.host)
+
+        def serves(server_host: str) -> bool:
+            return server_host == request.host or server_host not in self._worker_hosts
+
+        tasks: list[GroupTask] = []
+        while probe and len(tasks) < request.slots and (task := probe.take(lambda url: serves(host_of(url)))):
+            tasks.append(task)
+        in_flight = self._state.in_flight
+        near = [server for server in self._fleet.ready() if serves(server.host)]
+        while len(tasks) < request.slots and (free := [s for s in near if in_flight[s.url] < self._groups_per_server]):
+            server = min(free, key=lambda s: in_flight[s.url])
+            if not self._state.groups_to_begin(server.version):
+                break
+            tasks.append(self._state.begin(server.url, server.version))
+        return tuple(tasks)

@@ -1,0 +1,102 @@
+"""What a user asks of a run that goes on, by files in RUN/requests, which is private to the user: no key has to leave the run.
+
+    requests/ask_0123456789ab.json       written by the command line
+    requests/answer_0123456789ab.json    written by the orchestrator once it has done it; the command line removes both
+
+So it works from every machine that sees the run's folder, as a login node does.
+"""
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rl.config import RunFolder
+from megatron_rl.records import write_atomically
+from megatron_rl.rollouts.fleet import Fleet, FleetError
+from megatron_rl.wire.control import decode, encode
+
+POLL_S = 0.5
+
+
+class RequestError(ValueError):
+    """A request that the run has refused, or has not answered."""
+
+
+@dataclass(frozen=True)
+class ServersRequest:
+    """add: `count` servers. remove: those of `which`, each a slot's number or a URL."""
+
+    action: Literal["add", "remove"]
+    count: int = 0
+    which: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    done: bool
+    text: str
+
+
+def ask(folder: RunFolder, request: ServersRequest, timeout_s: float = 30.0) -> str:
+    """What the run has done. Raises RequestError."""
+    name = secrets.token_hex(6)
+    asked, answered = folder.requests / f"ask_{name}.json", folder.requests / f"answer_{name}.json"
+    write_atomically(asked, encode(request))
+    try:
+        deadline = time.monotonic() + timeout_s
+        while not answered.exists():
+            if time.monotonic() > deadline:
+                raise RequestError(
+                    f"{folder.path} has not answered within {timeout_s:g} s: megatron-rl status says whether it runs"
+                )
+            time.sleep(0.1)
+        answer = decode(answered.read_bytes(), Answer)
+    finally:
+        asked.unlink(missing_ok=True)
+        answered.unlink(missing_ok=True)
+    if not answer.done:
+        raise RequestError(answer.text)
+    return answer.text
+
+
+class Requests:
+    """The orchestrator's end. Requests that a former life of the run has not read are not carried out."""
+
+    def __init__(self, folder: RunFolder, fleet: Fleet):
+        self._folder, self._fleet = folder, fleet
+        for left in folder.requests.glob("*.json"):
+            left.unlink(missing_ok=True)
+
+    async def follow(self) -> None:
+        while True:
+            for file in sorted(self._folder.requests.glob("ask_*.json")):
+                answer = self._carry_out(file.read_bytes())
+                write_atomically(file.with_name(file.name.replace("ask_", "answer_")), encode(answer))
+                file.unlink(missing_ok=True)
+            await asyncio.sleep(POLL_S)
+
+    def _carry_out(self, content: bytes) -> Answer:
+        try:
+            request = decode(content, ServersRequest)
+            if request.action == "add":
+                slots = [self._fleet.add() for _ in range(request.count)]
+                return Answer(
+                    True, f"servers {', '.join(map(str, slots))} are starting; they take work once they hold the current weights"
+                )
+            slots = [self._slot(which) for which in request.which]
+            for slot in slots:
+                self._fleet.remove(slot)
+            return Answer(
+                True, f"servers {', '.join(map(str, slots))} are removed; what they were sampling is drawn again elsewhere"
+            )
+        except ValueError as error:  # FleetError, or no such request
+            return Answer(False, str(error))
+
+    def _slot(self, which: str) -> int:
+        found = next((s.slot for s in self._fleet.servers if which in (str(s.slot), s.url)), None)
+        if found is None:
+            there = ", ".join(f"{s.slot} ({s.url or s.state})" for s in self._fleet.servers if not s.unwanted)
+            raise FleetError(f"there is no server {which!r}; servers are {there}")
+        return found

@@ -1,0 +1,47 @@
+"""torch.distributed's stores, each listening on the one address that its clients are told."""
+
+# Annotations stay text: torch is loaded by the functions that need it.
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+def serve_store(host: str, timeout_s: float, listener: socket.socket | None = None) -> dist.TCPStore:
+    """A store of this process, listening on `host` only, at a free port (`.port`). timeout_s: of every wait for a key. listener: a
+    socket that listens there already; it becomes the store's.
+
+    torch binds a store to every interface of the machine, and at a port that has to be chosen before. Whoever reaches a store can
+    take part in the rendezvous, so the socket is bound here, to the one address that the others are told, and is never let go.
+    """
+    import torch.distributed as dist
+
+    listener = listener or socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """The store that another process serves."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's own address on the route to (host, port); connecting a datagram socket sends nothing."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
