@@ -38,6 +38,8 @@ SelectTypeParameters=CR_Core
 SlurmUser=root
 SlurmdParameters=config_overrides
 KillWait=15
+# Every third of it nodes are asked how they are, which makes the scheduler look again at a job whose time has come.
+SlurmdTimeout=60
 # Heterogeneous jobs are started by the backfill scheduler alone, which looks every 30 s otherwise.
 SchedulerParameters=bf_interval=2
 ReturnToService=2

@@ -289,7 +289,7 @@ class Slurm(Section):
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
-    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] | None = None
+    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$", coerce_numbers_to_str=True)] | None = None
     """As sbatch takes it: minutes, hours:minutes:seconds, days-hours:minutes:seconds. None: the partition's own."""
     signal_before_end_s: Positive = 600
     """So long before the time limit the job is told to finish its step, save and requeue itself. It has to cover the longest step and

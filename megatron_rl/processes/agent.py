@@ -111,6 +111,8 @@ class Agent:
                 reply = await self._http.post(path, content=encode(message))
                 reply.raise_for_status()
                 return decode(reply.content, answer)
+            except httpx.HTTPStatusError as error:  # it is there and refuses
+                raise ProcessError(f"{path}: HTTP {error.response.status_code}: {error.response.text[:300]}") from error
             except httpx.TransportError as error:
                 if asyncio.get_running_loop().time() > deadline:
                     raise ProcessError(f"the orchestrator has not answered for {PATIENCE_S:g} s: {error}") from error

@@ -25,6 +25,7 @@ from tests.e2e.test_kill import (
     assert_equals_a_run_that_was_never_killed,
     assert_every_prompt_was_trained_once,
 )
+from tests.e2e.test_train import key_of
 
 FOUR_NODES = [sys.executable, str(REPOSITORY / "scripts" / "slurm_four_nodes.py")]
 REQUEUE_AFTER_S = 20
@@ -33,7 +34,8 @@ slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory) -> Iterator[None]:
+def slurm(tmp_path_factory) -> Iterator[Path]:
+    """The folder of a Slurm of four nodes that runs."""
     if missing := [name for name in ("slurmctld", "slurmd", "munged") if shutil.which(name) is None]:
         pytest.skip(f"{', '.join(missing)} not in PATH: apt-get install slurm-wlm munge")
     if os.geteuid():
@@ -45,7 +47,7 @@ def slurm(tmp_path_factory) -> Iterator[None]:
     patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
     # The job's processes are not this one's children, and find the package by what they inherit.
     patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
-    yield
+    yield folder
     subprocess.run([*FOUR_NODES, "down", str(folder)], check=True)
     patch.undo()
 
@@ -104,9 +106,10 @@ def assert_nothing_was_lost(job: Job) -> None:
     assert_equals_a_run_that_was_never_killed(job.folder)
 
 
-def test_a_job_whose_time_ends_requeues_itself_and_comes_to_the_same_end(submitted, tmp_path):
+def test_a_job_whose_time_ends_requeues_itself_and_comes_to_the_same_end(submitted, slurm, tmp_path):
     job = submitted(tmp_path / "told", "--slurm.trainer.nodes", "2")
     after_step(1)(job.folder)
+    key = key_of(process_of(job.folder.path, "megatron_rl.trainer", rank=0))
     job.signal("USR1")
     assert eventually(lambda: "the orchestrator ended with status 75" in job.log, START_S), job.log
     assert said(job.folder.logs / "events.log", "SIGUSR1: the step under way is finished and saved")
@@ -114,11 +117,13 @@ def test_a_job_whose_time_ends_requeues_itself_and_comes_to_the_same_end(submitt
     assert "stopped" in status and f"job {job.number}: PENDING" in status, status
     job.wait()
     assert_nothing_was_lost(job)
+    files = [file for folder in (job.folder.path, slurm) for file in folder.rglob("*") if file.is_file()]
+    assert files and not [file for file in files if key.encode() in file.read_bytes()]
 
 
 @slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_costs_a_life_of_the_job(submitted, tmp_path, rank):
+def test_a_killed_rank_costs_at_most_a_life_of_the_job(submitted, tmp_path, rank):
     job = submitted(tmp_path / "rank", *TWO_AND_TWO)
     after_step(3)(job.folder)
     kill_9(process_of(job.folder.path, "megatron_rl.trainer", rank=rank))
@@ -130,7 +135,7 @@ def test_a_killed_rank_costs_a_life_of_the_job(submitted, tmp_path, rank):
 def test_a_killed_orchestrator_costs_a_life_of_the_job(submitted, tmp_path):
     job = submitted(tmp_path / "orchestrator", *TWO_AND_TWO)
     after_step(3)(job.folder)
-    kill_9(process_of(job.folder.path, "megatron_rl.launch.slurm_job"))
+    kill_9(next(pid for pid, line in processes_of(job.folder.path) if "-m megatron_rl.launch.slurm_job " in line and not line.startswith("srun ")))
     job.wait()
     assert "the orchestrator ended with status 137" in job.log
     assert_nothing_was_lost(job)
