@@ -42,6 +42,9 @@ class Model(Section):
     """Parameters and activations of the trainer, and of the rollout servers."""
     max_sequence_length: Positive = 4096
     """Prompt and completion together, in tokens."""
+    mtp: Literal["carried", "trained"] = "carried"
+    """Layers for multi-token prediction, where the model has them. carried: they are not built, and exports bring them unchanged. trained: they
+    learn to predict the rollouts' tokens by a loss of their own, which reaches nothing but them."""
 
 
 class LayoutSection(Section):

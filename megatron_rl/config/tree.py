@@ -263,8 +263,18 @@ def _native_fp4_has_a_gpu(c: Config) -> str | None:
     return None
 
 
+def _trained_mtp_is_whole(c: Config) -> str | None:
+    if c.model.mtp == "trained" and c.precision.training != "full":
+        return (
+            f"model.mtp = 'trained' with precision.training = '{c.precision.training}': layers for multi-token prediction have no NVFP4 form here; "
+            "leave them 'carried'"
+        )
+    return None
+
+
 _RULES = (
     _one_model, _one_task, _layout_divides, _completion_fits, _sequence_fits_microbatch, _keep_sets_are_bounded, _correction_counts_once,
     _correction_range, _split_divides, _ranks_outwait_an_update, _learning_rates, _muon_is_asked_for, _ports_exist,
     _turns_need_environment, _same_weights_on_both_sides, _activations_have_their_mode, _packed_weights_have_a_taker, _native_fp4_has_a_gpu,
+    _trained_mtp_is_whole,
 )  # fmt: skip

@@ -8,18 +8,20 @@ checkpoint.check(table)                                     # every name account
 write_hf_checkpoint(out, tensors, config, dtype=torch.bfloat16, assets_from=folder)   # export, e.g. of engine.hf_tensors()
 """
 
+from megatron_rl.conversion.carried import CarriedLayers
 from megatron_rl.conversion.convert import hf_to_megatron, megatron_to_hf
 from megatron_rl.conversion.errors import CheckpointError
 from megatron_rl.conversion.hf_reader import HfCheckpoint
-from megatron_rl.conversion.hf_writer import HfCheckpointWriter, write_hf_checkpoint
+from megatron_rl.conversion.hf_writer import HfCheckpointWriter, policy_specs, write_hf_checkpoint
 from megatron_rl.conversion.megatron_checkpoint import MegatronCheckpoint
-from megatron_rl.conversion.opening import open_checkpoint
+from megatron_rl.conversion.opening import open_checkpoint, table_of
 from megatron_rl.conversion.outgoing import QuantisedAs
 from megatron_rl.conversion.random_model import make_random_model, random_hf_tensors
 from megatron_rl.conversion.stored import TensorSpec
 from megatron_rl.conversion.streams import hf_tensors
 
 __all__ = [
+    "CarriedLayers",
     "CheckpointError",
     "HfCheckpoint",
     "HfCheckpointWriter",
@@ -31,6 +33,8 @@ __all__ = [
     "make_random_model",
     "megatron_to_hf",
     "open_checkpoint",
+    "policy_specs",
     "random_hf_tensors",
+    "table_of",
     "write_hf_checkpoint",
 ]

@@ -13,10 +13,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megatron_rl.conversion.carried import CompletedCheckpoint
 from megatron_rl.conversion.errors import CheckpointError
 from megatron_rl.conversion.hf_reader import HfCheckpoint
 from megatron_rl.conversion.hf_writer import DEFAULT_SHARD_BYTES, HfCheckpointWriter, config_of_weights
 from megatron_rl.conversion.megatron_checkpoint import MegatronCheckpoint, MegatronCheckpointWriter
+from megatron_rl.conversion.opening import table_of
 from megatron_rl.conversion.outgoing import Outgoing, Plain, Quantised, QuantisedAs
 from megatron_rl.conversion.stored import TensorSpec
 from megatron_rl.layouts import Parameter, ParameterTable
@@ -31,10 +33,9 @@ def hf_to_megatron(
 ) -> None:
     """Write `out`, a dist-checkpoint with config.json and tokenizer beside it, from a Hugging Face folder."""
     checkpoint = HfCheckpoint.open(source)
-    with_mtp = bool(ParameterTable(checkpoint.config).mtp_names & checkpoint.keys())
-    checkpoint.check(ParameterTable(checkpoint.config, with_mtp=with_mtp))
-    specs = {name: stored.spec for name, stored in checkpoint.stored.items()}
-    config = config_of_weights(checkpoint.config, _main_dtype(specs), with_mtp=with_mtp)
+    checkpoint.check(table_of(checkpoint))
+    specs = checkpoint.specs
+    config = config_of_weights(checkpoint.config, _main_dtype(specs), specs)
     writer = MegatronCheckpointWriter(
         out, config, {name: spec.dtype for name, spec in specs.items()}, assets_from=source, shard_bytes=shard_bytes,
         fingerprint=_fingerprint(checkpoint.folder, specs, shard_bytes), resume=resume,
@@ -54,9 +55,10 @@ def megatron_to_hf(
     """Write `out`, a Hugging Face folder, from a checkpoint of a run or of `hf_to_megatron`; its matrices in NVFP4 where that is asked."""
     checkpoint = MegatronCheckpoint.open(source)
     checkpoint.check(ParameterTable(checkpoint.config))
-    outgoing: Outgoing = Quantised(checkpoint, quantise) if quantise else Plain(checkpoint)
+    whole = CompletedCheckpoint(checkpoint)
+    outgoing: Outgoing = Quantised(whole, quantise) if quantise else Plain(whole)
     specs = outgoing.specs
-    config = {**config_of_weights(checkpoint.config, _main_dtype(checkpoint.specs), with_mtp=checkpoint.with_mtp), **outgoing.config}
+    config = {**config_of_weights(checkpoint.config, _main_dtype(checkpoint.specs), whole.specs), **outgoing.config}
     writer = HfCheckpointWriter(
         out, specs, config, assets_from=checkpoint.model_folder, shard_bytes=shard_bytes,
         fingerprint=_fingerprint(checkpoint.folder, specs, shard_bytes, quantise), resume=resume,

@@ -12,7 +12,7 @@ from megatron_rl.conversion.errors import CheckpointError, NameReport
 from megatron_rl.conversion.model_files import read_config, read_json
 from megatron_rl.conversion.nvfp4_stored import Nvfp4StoredTensor, dequantised_nvfp4
 from megatron_rl.conversion.safetensors_format import read_header
-from megatron_rl.conversion.stored import StoredTensor
+from megatron_rl.conversion.stored import StoredTensor, TensorSpec
 from megatron_rl.layouts import ParameterTable
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -60,6 +60,11 @@ class HfCheckpoint(Mapping[str, Tensor]):
         if problems:
             raise CheckpointError(f"{folder}: {INDEX_FILE} and the files disagree:\n  " + "\n  ".join(problems))
         return cls(folder, *dequantised_nvfp4(*dequantised(config, stored)))
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Of every tensor, without reading it."""
+        return {name: stored.spec for name, stored in self.stored.items()}
 
     def check(self, table: ParameterTable) -> None:
         """CheckpointError, with all that is missing, left over, or of a wrong shape or dtype, unless it is exactly the

@@ -38,29 +38,34 @@ def write_hf_checkpoint(
     """Write `tensors` (Hugging Face names, any order) to a new folder that transformers and vLLM can load.
 
     dtype: of the weights, and what config.json will say; tensors of another dtype are cast.
-    specs: the names, shapes and dtypes to expect; by default those of the config's layout table, all in `dtype` but for those that
-    the table keeps in fp32.
+    specs: the names, shapes and dtypes to expect; by default `policy_specs`. Without layers for multi-token prediction among them
+    config.json promises none.
     assets_from: model folder whose tokenizer, chat template and generation config are copied.
     shard_bytes: limit for one file, exceeded only by a tensor that is larger by itself.
 
     CheckpointError, and no folder, when a tensor is missing, unknown, repeated or of a wrong shape, or the folder exists.
     """
-    if specs is None:
-        table = ParameterTable(config)
-        specs = {name: TensorSpec(tensor.shape, tensor.dtype or dtype) for name, tensor in table.hf_tensors.items()}
-    config = config_of_weights(config, dtype, with_mtp=False)
+    specs = policy_specs(ParameterTable(config), dtype) if specs is None else specs
+    config = config_of_weights(config, dtype, specs)
     with HfCheckpointWriter(folder, specs, config, assets_from=assets_from, shard_bytes=shard_bytes) as writer:
         for name, tensor in tensors:
             writer.write(name, tensor)
 
 
-def config_of_weights(config: Mapping[str, Any], dtype: torch.dtype, *, with_mtp: bool) -> dict[str, Any]:
-    """The config of a checkpoint whose weights are `dtype`; without layers for multi-token prediction it must not promise any."""
+def policy_specs(table: ParameterTable, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """The table's tensors, all in `dtype` but for those that the table keeps in fp32."""
+    return {name: TensorSpec(tensor.shape, tensor.dtype or dtype) for name, tensor in table.hf_tensors.items()}
+
+
+def config_of_weights(config: Mapping[str, Any], dtype: torch.dtype, names: Iterable[str]) -> dict[str, Any]:
+    """The config of a checkpoint of these tensors, whose weights are `dtype`; without layers for multi-token prediction among them it must
+    not promise any."""
     written_out = FAMILIES[config["model_type"]].written_out if config.get("model_type") in FAMILIES else {}
     kept = {**written_out, **{key: value for key, value in config.items() if key != "torch_dtype"}}
     kept["dtype"] = str(dtype).removeprefix("torch.")
-    if not with_mtp:
-        kept |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if kept.get(key)}
+    promised = [key for key in ("num_nextn_predict_layers", "num_mtp_layers") if kept.get(key)]
+    if promised and ParameterTable(config).mtp_names.isdisjoint(names):
+        kept |= dict.fromkeys(promised, 0)
     return kept
 
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_rl.conversion.carried import CompletedCheckpoint
 from megatron_rl.conversion.errors import CheckpointError
-from megatron_rl.conversion.megatron_checkpoint import MegatronCheckpoint
 from megatron_rl.conversion.stored import TensorSpec
 from megatron_rl.layouts import ParameterTable, Role
 from megatron_rl.precision import CheckpointLayout, Selection, amax_of
@@ -30,7 +30,7 @@ class Outgoing(Protocol):
 
 
 class Plain:
-    def __init__(self, checkpoint: MegatronCheckpoint) -> None:
+    def __init__(self, checkpoint: CompletedCheckpoint) -> None:
         self._checkpoint, self.specs = checkpoint, checkpoint.specs
         self.config: Mapping[str, Any] = {}
 
@@ -57,7 +57,7 @@ class Quantised:
     quantised, and memory stays that of a few tensors. Layers for multi-token prediction, which are not trained, stay as they are.
     """
 
-    def __init__(self, checkpoint: MegatronCheckpoint, wanted: QuantisedAs) -> None:
+    def __init__(self, checkpoint: CompletedCheckpoint, wanted: QuantisedAs) -> None:
         self._checkpoint, self._layout = checkpoint, wanted.layout
         selection = Selection(ParameterTable(checkpoint.config), wanted.modules, wanted.exclude)
         self._group_of = selection.group_of

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl.conversion.character_tokenizer import SPECIAL_TOKENS, save_character_tokenizer
 from megatron_rl.conversion.errors import CheckpointError
-from megatron_rl.conversion.hf_writer import write_hf_checkpoint
+from megatron_rl.conversion.hf_writer import policy_specs, write_hf_checkpoint
 from megatron_rl.layouts import ParameterTable, Role, family_of
 
 _CONSTANT = {Role.NORM: 1.0, Role.BIAS: 0.0, Role.SELECTION_BIAS: 0.0}
@@ -35,9 +35,9 @@ def make_random_model(
     with TemporaryDirectory() as assets:
         if tokenizer is not None:
             config |= _character_assets(Path(assets), hf_config)
-        table = ParameterTable(config)
+        table = ParameterTable(config, with_mtp=True)
         weights = random_hf_tensors(table, seed, pad_token_id=config.get("pad_token_id"))
-        write_hf_checkpoint(folder, weights, config, dtype=dtype, assets_from=assets)
+        write_hf_checkpoint(folder, weights, config, dtype=dtype, specs=policy_specs(table, dtype), assets_from=assets)
 
 
 def random_hf_tensors(table: ParameterTable, seed: int, pad_token_id: int | None = None) -> Iterator[tuple[str, Tensor]]:

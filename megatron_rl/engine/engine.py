@@ -24,6 +24,7 @@ from megatron_rl.engine.gather import HfTensors
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.head import Head, Loss
 from megatron_rl.engine.model import Backend, PolicyModel, build_chunks, mark_parameters, tensor_of, wrap_for_training
+from megatron_rl.engine.mtp import transformer_layers
 from megatron_rl.engine.muon import Muon
 from megatron_rl.engine.optimizer import build_optimizer, check_gradients, muon_rates, set_rates
 from megatron_rl.engine.qk_clip import QkClip
@@ -60,7 +61,9 @@ class Engine:
         self.config, self.groups = config, groups
         self.backend = Backend.of(groups.device)
         padded = groups.layout.padded_vocab_size(hf_config["vocab_size"])
-        self.table = ParameterTable(hf_config, padded_vocab_size=padded, spelling=self.backend.spelling)
+        self.table = ParameterTable(
+            hf_config, padded_vocab_size=padded, spelling=self.backend.spelling, with_mtp=config.model.mtp == "trained"
+        )
         self.placement = Placement(self.table, groups.layout)
         chunks = build_chunks(self.table.architecture, config, groups, self.backend, padded_vocab_size=padded)
         mark_parameters(chunks, self.placement, groups.rank)
@@ -78,7 +81,8 @@ class Engine:
         self._schedule = Schedule(self._models, self._replay, groups)
         self._last_chunk = chunks[-1]
         self._head = Head(
-            self.table.architecture.vocab_size, groups.tp, groups.cp, config.sequence_parallel, config.metrics.entropy_full_tokens
+            self.table.architecture.vocab_size, groups.tp, groups.cp, config.sequence_parallel, config.metrics.entropy_full_tokens,
+            chunks[-1].num_outputs,
         )
         self._clock = Clock(groups.device)
         self._reference: Weights | None = None
@@ -88,7 +92,7 @@ class Engine:
         ends keep Megatron's gradient hooks, and these the model and its process groups: a cycle that Python cannot collect."""
         for model in self._models:
             model.grad_accs = []
-            for layer in model.module.decoder.layers:
+            for layer in transformer_layers(model.module):
                 layer.mlp.token_dispatcher = None
 
     @property
@@ -222,9 +226,10 @@ class Engine:
         )
 
     def rollout_tensors(self) -> HfTensors | Nvfp4Tensors:
-        """The policy as the rollout servers take it: as `hf_tensors`, or with NVFP4 weights packed."""
+        """The policy as the rollout servers take it: as `hf_tensors` without layers for multi-token prediction, which the servers do not
+        run; or with NVFP4 weights packed."""
         if self.config.precision.rollouts == "full":
-            return self.hf_tensors()
+            return self.hf_tensors().without(self.table.mtp_names)
         return Nvfp4Tensors(self.hf_tensors(), self._quantiser)
 
     def full_gradients(self, microbatches: Sequence[Microbatch], loss: Loss, denominators: Denominators) -> HfTensors:

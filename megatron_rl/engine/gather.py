@@ -1,8 +1,10 @@
 """The whole model under Hugging Face names, gathered to rank 0 bucket by bucket."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,13 @@ class HfTensors:
     ) -> None:
         self._placement, self._rank, self._device, self._dtype, self._shard_of = placement, rank, device, dtype, shard_of
         self._held = {held.parameter.name: held for held in placement.held_by(rank).values() if not held.is_tied_copy}
+        self._left_out: frozenset[str] = frozenset()
+
+    def without(self, names: set[str]) -> Self:
+        """The same, but for these tensors, which are not sent either."""
+        fewer = copy.copy(self)
+        fewer._left_out = self._left_out | names
+        return fewer
 
     @property
     def metadata(self) -> list[TensorInfo]:
@@ -46,10 +55,11 @@ class HfTensors:
         return [
             TensorInfo(tensor.name, tensor.shape, tensor.dtype or self._dtype)
             for tensor in self._placement.table.hf_tensors.values()
+            if tensor.name not in self._left_out
         ]
 
     def __len__(self) -> int:
-        return len(self._placement.table.hf_tensors)
+        return len(self._placement.table.hf_tensors.keys() - self._left_out)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
         assembly = Assembly()
@@ -66,6 +76,8 @@ class HfTensors:
         bucket: list[Parameter] = []
         size = 0
         for parameter in self._placement.table.parameters:
+            if parameter.hf[0].name in self._left_out:
+                continue
             if bucket and self._dtype_of(bucket) != self._dtype_of([parameter]):
                 yield bucket
                 bucket, size = [], 0

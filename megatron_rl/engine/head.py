@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_rl.engine.batch import DeviceMicrobatch
 from megatron_rl.engine.clock import Clock, EndsBackward, StartsBackward
 from megatron_rl.engine.context import gather_positions
+from megatron_rl.engine.mtp import targets_ahead
 from megatron_rl.keep_set import entropy_full, keep_set_log_probs
 from megatron_rl.objective import Denominators, Measured, TokenBatch, token_batch
 
@@ -36,6 +37,8 @@ class Head:
     sequence_parallel: bool
     entropy_full_tokens: int
     """Loss tokens of each microbatch whose entropy over the whole vocabulary is measured too; each costs a dense row."""
+    num_outputs: int = 1
+    """Hidden states for each position in a training pass: the policy's, then those of layers for multi-token prediction."""
 
     def log_probs(self, hidden: Tensor, weight: Tensor, microbatch: DeviceMicrobatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, f32 [N] each, the same on all ranks of both groups; zeros where there is no loss.
@@ -56,7 +59,7 @@ class Head:
     ) -> tuple[Tensor, Measured]:
         """The microbatch's share of the step's loss, and its metrics. The clock counts this and its backward pass."""
         with clock:
-            hidden = EndsBackward.apply(hidden, clock)
+            hidden, *ahead = EndsBackward.apply(hidden, clock).chunk(self.num_outputs)
             log_probs, entropies = self.log_probs(hidden, weight, microbatch)
             batch = token_batch(
                 microbatch.source, denominators, hidden.device, old_logprobs=microbatch.old_logprobs,
@@ -64,10 +67,26 @@ class Head:
             )  # fmt: skip
             share, measured = loss(log_probs, batch)
             self._measure_entropy_full(measured, hidden, weight, microbatch)
+            for depth, states in enumerate(ahead, start=1):
+                share = share + self._loss_ahead(depth, states, weight, microbatch, denominators, measured)
             # Whatever the loss is made of, it hangs on the hidden states: other stages and expert-parallel ranks wait for this
             # microbatch's backward pass, also when it has no loss token.
             share = StartsBackward.apply(share + hidden.flatten()[:0].sum(), clock)
         return share, measured
+
+    def _loss_ahead(
+        self, depth: int, hidden: Tensor, weight: Tensor, microbatch: DeviceMicrobatch, denominators: Denominators, measured: Measured
+    ) -> Tensor:
+        """Cross-entropy of layer `depth` for multi-token prediction, a share like the loss's; no gradient for the output layer."""
+        sets, scored = targets_ahead(microbatch.source, depth, microbatch.slices.own)
+        out = keep_set_log_probs(
+            hidden.squeeze(1), weight.detach(), sets, temperature=torch.ones_like(microbatch.temperature), vocab_size=self.vocab_size,
+            group=self.group if self.group.size() > 1 else None, sequence_parallel=self.sequence_parallel,
+        )  # fmt: skip
+        log_probs = gather_positions(out.log_probs, microbatch.slices, self.context, sum_gradients=False)
+        measured.mean(f"mtp_loss_{depth}", -log_probs, torch.from_numpy(scored).to(log_probs.device))
+        # Hangs on the hidden states whatever is scored, as the loss does.
+        return hidden.flatten()[:0].sum() - log_probs.sum() / denominators.tokens
 
     def _measure_entropy_full(self, measured: Measured, hidden: Tensor, weight: Tensor, microbatch: DeviceMicrobatch) -> None:
         """entropy_full: of loss tokens spread evenly over the microbatch, the same ones on every rank."""

@@ -29,6 +29,7 @@ from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.latent_attention import DOWN_PROJECTIONS, ReplicatedLinear, accept_plain_queries, accept_replicated_linear
+from megatron_rl.engine.mtp import hidden_states_ahead, local_name, mtp_settings, mtp_spec, prepare_layers, transformer_layers
 from megatron_rl.engine.norm import RMSNorm
 from megatron_rl.engine.quantisation import native_fp4_settings
 from megatron_rl.layouts import (
@@ -56,10 +57,31 @@ class PolicyModel(GPTModel):
         return hidden_states  # [N, 1, hidden]; with sequence parallelism this rank's slice of N
 
     @property
+    def num_outputs(self) -> int:
+        """Hidden states that a training pass gives for each position."""
+        return 1
+
+    @property
     def output_weight(self) -> Tensor:
         """[padded vocabulary / tp, hidden]; the embedding's weight where the two are tied."""
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         return self.output_layer.weight if tied is None else tied
+
+
+class PolicyModelWithMtp(PolicyModel):
+    """Training passes also give the hidden states of the layers for multi-token prediction, behind the policy's own."""
+
+    def _postprocess(self, hidden_states: Tensor, **given: Any) -> Tensor:
+        if not (self.mtp_process and self.training):
+            return hidden_states
+        rotary = {name: given[name] for name in ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")}
+        return hidden_states_ahead(
+            self, hidden_states, given["input_ids"], given["position_ids"], given["packed_seq_params"], rotary
+        )
+
+    @property
+    def num_outputs(self) -> int:
+        return 1 + self.config.mtp_num_layers
 
 
 @dataclass(frozen=True)
@@ -107,6 +129,7 @@ def transformer_config(model: ModelArchitecture, config: Config, backend: Backen
         calculate_per_token_loss=True, deterministic_mode=config.run.deterministic,
         bias_activation_fusion=backend.transformer_engine, gradient_accumulation_fusion=backend.apex_gradient_fusion,
         **_parallel_settings(config), **expert_settings(model, grouped_products=backend.transformer_engine),
+        **mtp_settings(model, trained=config.model.mtp == "trained"),
         **_recompute_settings(model, config), **native_fp4_settings(config.precision, backend.transformer_engine),
     )  # fmt: skip
     for name, value in yarn_attributes(model.rope).items():
@@ -171,6 +194,9 @@ def build_chunks(
     settings = transformer_config(model, config, backend)
     if groups.rank == 0:
         logger.info("%s", backend.describe())
+        if model.num_mtp_layers:
+            fate = "trained by a loss of their own" if config.model.mtp == "trained" else "not built, exports bring them unchanged"
+            logger.info("layers for multi-token prediction: %d, %s (model.mtp = '%s')", model.num_mtp_layers, fate, config.model.mtp)
     if isinstance(model.attention, LatentAttention):
         accept_plain_queries()
     if not backend.transformer_engine:
@@ -193,14 +219,19 @@ def _build_chunk(
     spec = get_gpt_decoder_block_spec(
         settings, use_transformer_engine=backend.transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
-    built = PolicyModel(
-        settings, spec if backend.transformer_engine else _with_modules(spec, _cpu_modules(model)), vocab_size=vocab_size,
+    ahead = mtp_spec(settings, spec, transformer_engine=backend.transformer_engine, vp_stage=vp_stage)
+    if not backend.transformer_engine:
+        spec, ahead = (_with_modules(part, _cpu_modules(model)) for part in (spec, ahead))
+    built = (PolicyModelWithMtp if settings.mtp_num_layers else PolicyModel)(
+        settings, spec, mtp_block_spec=ahead, vocab_size=vocab_size,
         max_sequence_length=config.model.max_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         **rope_arguments(model),
         share_embeddings_and_output_weights=model.tie_word_embeddings, parallel_output=True, vp_stage=vp_stage,
     )  # fmt: skip
+    if ahead is not None:
+        prepare_layers(built)
     _name_as_in_checkpoints(built, backend.spelling)
     if model.linear_biases and not backend.transformer_engine:
         _skip_reductions_over_one_rank(built)
@@ -210,14 +241,14 @@ def _build_chunk(
 def _skip_reductions_over_one_rank(chunk: PolicyModel) -> None:
     """Biases of experts are added in place to what linear_fc2 returns, which autograd forbids where that went through a
     reduction; over the one rank of an expert (it is not cut when it has a bias) the reduction is the identity."""
-    for layer in chunk.decoder.layers:
+    for layer in transformer_layers(chunk):
         for expert in getattr(getattr(layer.mlp, "experts", None), "local_experts", ()):
             expert.linear_fc2.explicit_expert_comm = True
 
 
 def _name_as_in_checkpoints(chunk: PolicyModel, spelling: Spelling) -> None:
     """Layers of either spec save and load under the same keys, so that checkpoints move between CPU and GPU."""
-    for layer in chunk.decoder.layers:
+    for layer in transformer_layers(chunk):
         mlp_norm = "sparse_mlp_norm" if hasattr(layer.mlp, "router") else "dense_mlp_norm"
         is_latent = hasattr(layer.self_attention, "linear_kv_up_proj")
         # Only there: another attention's q_layernorm, over each head, goes by the same name and stays where it is.
@@ -248,7 +279,7 @@ def _with_modules(spec: Any, modules: dict[str, type]) -> Any:
 
 def tensor_of(chunk: PolicyModel, name: str) -> Tensor:
     """A parameter, or a buffer that belongs to the model (the selection bias of a router), by Megatron's name."""
-    module, _, last = name.rpartition(".")
+    module, _, last = local_name(name, chunk).rpartition(".")
     return getattr(chunk.get_submodule(module), last)
 
 

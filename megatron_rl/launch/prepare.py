@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError, load_config
-from megatron_rl.conversion import CheckpointError, HfCheckpoint, make_random_model, open_checkpoint
+from megatron_rl.conversion import CheckpointError, HfCheckpoint, make_random_model, open_checkpoint, table_of
 from megatron_rl.conversion.model_files import read_config
 from megatron_rl.layouts import ParameterTable, Placement
 from megatron_rl.precision import check_cuts, selection_of
@@ -25,12 +25,14 @@ def prepare(config: Config, folder: Path | None) -> dict[str, object]:
     else:
         checkpoint = open_checkpoint(config.model.path)
         hf_config = checkpoint.config
-        checkpoint.check(ParameterTable(hf_config))
+        checkpoint.check(table_of(checkpoint))
         if isinstance(checkpoint, HfCheckpoint) and "quantization_config" in read_config(checkpoint.folder):
             raise ConfigError(
                 f"model.path = {config.model.path}: its weights are quantised, and the servers, which take whole weights from the trainer, "
                 f"would be built for these; megatron-rl convert hf-to-megatron {config.model.path} NEW makes a folder with whole ones"
             )
+        if config.model.mtp == "trained" and not table_of(checkpoint).with_mtp:
+            raise ConfigError(f"model.mtp = 'trained': {config.model.path} holds no layer for multi-token prediction; leave model.mtp out")
         if not (config.model.path / TOKENIZER_FILE).exists():
             raise ConfigError(f"model.path = {config.model.path}: {TOKENIZER_FILE} is not there; save the tokenizer beside the weights")
     described = describe(hf_config, config)
@@ -45,8 +47,11 @@ def prepare(config: Config, folder: Path | None) -> dict[str, object]:
 def describe(hf_config: dict, config: Config) -> dict[str, object]:
     """What the model is and how the layout cuts it, as plain values for a person; raises when it does not fit."""
     layout: Layout = config.parallel
-    table = ParameterTable(hf_config, padded_vocab_size=layout.padded_vocab_size(int(hf_config.get("vocab_size", 0))))
+    padded = layout.padded_vocab_size(int(hf_config.get("vocab_size", 0)))
+    table = ParameterTable(hf_config, padded_vocab_size=padded, with_mtp=config.model.mtp == "trained")
     model = table.architecture
+    if config.model.mtp == "trained" and not table.with_mtp:
+        raise ConfigError(f"model.mtp = 'trained': this {model.model_type} has no layer for multi-token prediction; leave model.mtp out")
     placement = Placement(table, layout)
     quantised = selection_of(config.precision, table).names
     check_cuts(p for rank in range(layout.world_size) for p in placement.held_by(rank).values() if p.parameter.name in quantised)
@@ -59,7 +64,7 @@ def describe(hf_config: dict, config: Config) -> dict[str, object]:
     return {
         "model_type": model.model_type, "parameters": table.num_parameters, "layers": model.num_layers, "moe_layers": len(model.moe_layers),
         "experts": model.moe.num_experts if model.moe else 0, "experts_per_token": model.moe.top_k if model.moe else 0,
-        "vocab_size": model.vocab_size, "parameters_per_rank_max": max(held), "parameters_per_rank_min": min(held),
+        "vocab_size": model.vocab_size, "mtp_layers": model.num_mtp_layers, "parameters_per_rank_max": max(held), "parameters_per_rank_min": min(held),
     }  # fmt: skip
 
 

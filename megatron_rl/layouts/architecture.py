@@ -118,7 +118,7 @@ class ModelArchitecture:
     """All linear maps of the layers, the router too, have biases (GPT-OSS)."""
     num_mtp_layers: int = 0
     """Layers behind the last one that predict further tokens (multi-token prediction). They take no part in the function from token ids
-    to logits; they can be converted, and are not trained."""
+    to logits; they are trained by a loss of their own, or only carried along."""
     swiglu_limit: float | None = None
     """None: silu(gate) * up. Given: both are clamped to it, then gate * sigmoid(1.702 * gate) * (up + 1) (GPT-OSS)."""
 

@@ -10,6 +10,7 @@ from megatron_rl.layouts.table import ParameterTable
 from megatron_rl.topology import Layout, LayoutError, RankCoords
 
 _TIED_OUTPUT = "output_layer.weight"
+_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class HeldParameter:
     shard_rank: int
     num_shards: int
     is_tied_copy: bool = False
-    """The last stage's copy of the embedding, used as the output layer: filled at load, not sent or saved again."""
+    """The last stage's copy of the embedding, for a tied output layer or for multi-token prediction: filled at load, not sent or saved
+    again."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,7 +60,8 @@ class Placement:
         held = [self._hold(parameter, coords) for parameter in self.table.parameters if self._is_held(parameter, coords)]
         if self._has_tied_copy(coords):
             embedding = next(parameter for parameter in self.table.parameters if parameter.region is Region.FIRST)
-            held.append(HeldParameter(embedding, self.layout.vpp - 1, _TIED_OUTPUT, coords.tp, self.layout.tp, True))
+            name = _EMBEDDING if self.table.with_mtp else _TIED_OUTPUT  # Megatron then keeps a whole embedding there
+            held.append(HeldParameter(embedding, self.layout.vpp - 1, name, coords.tp, self.layout.tp, True))
         return {(parameter.chunk, parameter.name): parameter for parameter in held}
 
     def owners(self, parameter: Parameter) -> tuple[int, ...]:
@@ -99,9 +102,9 @@ class Placement:
         return here and (not parameter.is_expert or self._expert_rank(parameter) == coords.ep)
 
     def _has_tied_copy(self, coords: RankCoords) -> bool:
-        # Within one stage Megatron's output layer borrows the embedding's weight and has no parameter of its own.
-        tied = self.table.architecture.tie_word_embeddings
-        return tied and self.layout.pp > 1 and coords.pp == self.layout.pp - 1
+        # Within one stage output layer and multi-token prediction borrow the embedding, and no parameter is there twice.
+        needed = self.table.architecture.tie_word_embeddings or self.table.with_mtp
+        return needed and self.layout.pp > 1 and coords.pp == self.layout.pp - 1
 
     def _hold(self, parameter: Parameter, coords: RankCoords) -> HeldParameter:
         _, chunk, layer = self._position(parameter)

@@ -44,7 +44,7 @@ class ParameterTable:
     """All parameters of one model.
 
     padded_vocab_size: rows of Megatron's embedding and output layer (topology.Layout.padded_vocab_size); None: no padding.
-    with_mtp: also the layers for multi-token prediction, which are converted and not trained.
+    with_mtp: also the layers for multi-token prediction: to convert them, or to train them.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class ParameterTable:
     ) -> None:
         family = family_of(hf_config)
         self.architecture: ModelArchitecture = family.architecture(hf_config)
-        self.with_mtp = with_mtp
+        self.with_mtp = with_mtp and self.architecture.num_mtp_layers > 0
         mtp = family.mtp_parameters(self.architecture, spelling) if self.architecture.num_mtp_layers else []
         own = family.parameters(self.architecture, padded_vocab_size, spelling)
-        self.parameters: tuple[Parameter, ...] = (*own, *(mtp if with_mtp else []))
+        self.parameters: tuple[Parameter, ...] = (*own, *(mtp if self.with_mtp else []))
         self._mtp_names = {tensor.name for parameter in mtp for tensor in parameter.hf}
         self._by_name: dict[str, Parameter] = {parameter.name: parameter for parameter in self.parameters}
         self._by_hf_name: dict[str, list[Parameter]] = defaultdict(list)

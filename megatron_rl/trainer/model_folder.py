@@ -4,16 +4,16 @@ from pathlib import Path
 
 from megatron_rl.batching import AssemblyOptions
 from megatron_rl.config import Config
-from megatron_rl.conversion import HfCheckpoint, MegatronCheckpoint, open_checkpoint
+from megatron_rl.conversion import HfCheckpoint, MegatronCheckpoint, open_checkpoint, table_of
 from megatron_rl.engine.engine import Engine
-from megatron_rl.layouts import ModelArchitecture, ParameterTable
+from megatron_rl.layouts import ModelArchitecture
 from megatron_rl.records import ModelContract
 
 
 def open_model(folder: Path) -> HfCheckpoint | MegatronCheckpoint:
     """The model's folder, of Hugging Face's format or converted from it, every tensor of it accounted for."""
     checkpoint = open_checkpoint(folder)
-    checkpoint.check(ParameterTable(checkpoint.config))
+    checkpoint.check(table_of(checkpoint))
     return checkpoint
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.conversion import write_hf_checkpoint
+from megatron_rl.conversion import CarriedLayers, policy_specs, write_hf_checkpoint
 from megatron_rl.conversion.hf_reader import read_config
 from megatron_rl.engine.engine import Engine
 
@@ -31,12 +31,17 @@ def load_checkpoint(engine: Engine, folder: Path) -> int:
 
 
 def write_policy(engine: Engine, folder: Path, model: Path) -> None:
-    """The policy as a Hugging Face folder, in place of what is there, with the files of `model`; a collective, written by rank 0."""
+    """The policy as a Hugging Face folder, in place of what is there, with the files of `model` and the layers for multi-token prediction that
+    the run does not train; a collective, written by rank 0."""
     tensors = engine.hf_tensors()
     if engine.groups.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         dtype = getattr(torch, engine.config.model.dtype)
-        write_hf_checkpoint(folder, tensors, read_config(model), dtype=dtype, assets_from=model)
+        own = policy_specs(engine.table, dtype)
+        carried = CarriedLayers.of(model, own)
+        write_hf_checkpoint(
+            folder, carried.behind(tensors), read_config(model), dtype=dtype, specs=own | carried.specs, assets_from=model
+        )
         logger.info("the policy is in %s", folder)
     else:
         for _ in tensors:

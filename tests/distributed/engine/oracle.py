@@ -12,12 +12,13 @@ from megatron_rl.batching import Microbatch, alignment_of
 from megatron_rl.batching.lay_out import lay_out
 from megatron_rl.conversion import write_hf_checkpoint
 from megatron_rl.keep_set import KeepSets, reference_log_probs
+from megatron_rl.layouts import ParameterTable
 from megatron_rl.objective import token_batch
 from megatron_rl.preflight.oracle import Oracle
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import by_sequence
 from tests.distributed.engine.subject import (
-    MODELS,
+    CONFIGS,
     all_layers,
     config_of,
     denominators_of,
@@ -42,7 +43,7 @@ def expected(model: str, *, routing_replay: bool = True) -> Expected:
     whole = lay_out(members, 0, alignment_of(Layout(), False), options)
     oracle = hugging_face(model)
     logits = torch.cat([_logits(oracle, whole, start, end) for start, end in zip(whole.segment_ends, whole.segment_ends[1:])])
-    vocab_size = MODELS[model]["vocab_size"]
+    vocab_size = CONFIGS[model]["vocab_size"]
     log_probs, entropies = reference_log_probs(  # of hidden states that are the logits already
         logits,
         torch.eye(vocab_size, dtype=torch.float64),
@@ -62,7 +63,9 @@ def expected(model: str, *, routing_replay: bool = True) -> Expected:
 def hugging_face(model: str) -> Oracle:
     with TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
-        write_hf_checkpoint(folder, weights_of(model).items(), MODELS[model], dtype=torch.float32)
+        own = ParameterTable(CONFIGS[model]).hf_tensors  # transformers knows no layers for multi-token prediction
+        weights = ((name, weight) for name, weight in weights_of(model).items() if name in own)
+        write_hf_checkpoint(folder, weights, CONFIGS[model], dtype=torch.float32)
         return Oracle(folder)
 
 

@@ -30,11 +30,12 @@ def _models(file: str) -> dict[str, dict[str, Any]]:
 MODELS = _models("small_models.json")
 """Those that every test of all models runs on."""
 CONFIGS = MODELS | _models("small_families.json")
+CONFIGS["deepseek_v3_mtp"] = CONFIGS["deepseek_v3_moe"] | {"num_nextn_predict_layers": 1}
 MAX_TOKENS = 40
 
 
 def config_of(
-    model: str, parallel: Layout, *, recompute: str = "none", dtype: str = "float32", sequence_parallel: bool | None = None,
+    model: str, parallel: Layout, /, *, recompute: str = "none", dtype: str = "float32", sequence_parallel: bool | None = None,
     **sections: dict[str, Any],
 ) -> Config:  # fmt: skip
     """sections: of the configuration, by name, on top of these."""
@@ -56,7 +57,8 @@ def config_of(
 
 def weights_of(model: str, seed: int = 0) -> dict[str, Tensor]:
     """As a fresh model has them, but with norms that differ from one."""
-    weights = dict(random_hf_tensors(ParameterTable(CONFIGS[model]), seed))
+    with_mtp = bool(CONFIGS[model].get("num_nextn_predict_layers"))
+    weights = dict(random_hf_tensors(ParameterTable(CONFIGS[model], with_mtp=with_mtp), seed))
     generator = torch.Generator().manual_seed(seed)
     return {
         name: w * (0.7 + 0.6 * torch.rand(w.shape, generator=generator)) if w.dim() == 1 else w for name, w in weights.items()

@@ -41,7 +41,7 @@ def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], table: ParameterTable, dtype: torch.dtype) -> None:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     kept = {name: table.hf_tensors[name].dtype or dtype for name in tensors}
     stored = {name: tensor.to(kept[name]) for name, tensor in tensors.items()}
     stored |= {copy: stored[source].clone() for copy, source in table.mtp_copies.items()}
@@ -160,7 +160,7 @@ def test_block_scaled_fp8_is_read_as_bf16(tmp_path: Path) -> None:
     source = write_model(tmp_path / "hf", MODELS["moonlight_moe"])
     tensors, values, scale = dict(source), torch.randn(32, 44), torch.rand(2, 6) + 0.1  # 44 columns: five blocks and a half
     tensors[name] = values.to(torch.float8_e4m3fn)
-    folder.mkdir()
+    folder.mkdir(parents=True)
     save_file({k: v.clone() for k, v in tensors.items()} | {name + "_scale_inv": scale}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     expected = tensors[name].float() * scale.repeat_interleave(16, 0).repeat_interleave(8, 1)[:, :44]
@@ -204,3 +204,23 @@ def test_metadata_that_would_run_something_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "megatron" / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CheckpointError, match=r"asks for builtins.print, which no checkpoint needs"):
         megatron_to_hf(tmp_path / "megatron", tmp_path / "out")
+
+
+def test_a_run_that_trained_none_of_them_gives_them_back_unchanged(tmp_path: Path) -> None:
+    """RUN/model has the layers, the run's checkpoint has not: the export has them, and what repeats the policy is the policy's."""
+    config = {**MODELS["deepseek_v3_moe"], "num_nextn_predict_layers": 1}
+    source = write_model(tmp_path / "run" / "model", config)
+    trained = {name: torch.randn(tensor.shape) for name, tensor in ParameterTable(config).hf_tensors.items()}
+    write_hf_checkpoint(tmp_path / "trained", trained.items(), config, dtype=torch.float32)
+    step = tmp_path / "run" / "checkpoints" / "step_000003"
+    hf_to_megatron(tmp_path / "trained", step / "engine")
+    for file in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        (step / "engine" / file).unlink(missing_ok=True)  # what a run's checkpoint has not
+    megatron_to_hf(step, tmp_path / "back")
+    back = HfCheckpoint.open(tmp_path / "back")
+    assert back.keys() == source.keys() and back.config["num_nextn_predict_layers"] == 1
+    for name, tensor in source.items():
+        repeated = ParameterTable(config, with_mtp=True).mtp_copies.get(name, name)
+        wanted = trained[repeated].to(back[name].dtype) if repeated in trained else tensor
+        assert torch.equal(back[name], wanted), name
+    back.check(ParameterTable(back.config, with_mtp=True))  # copies are copies

@@ -1,0 +1,59 @@
+"""Layers for multi-token prediction that a run did not train, carried from the model that it began with into what it writes."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+
+from megatron_rl.conversion.megatron_checkpoint import MegatronCheckpoint
+from megatron_rl.conversion.opening import open_checkpoint
+from megatron_rl.conversion.stored import TensorSpec
+from megatron_rl.layouts import ParameterTable
+
+
+@dataclass(frozen=True)
+class CarriedLayers:
+    """Empty where the model has none, and where the policy holds them itself."""
+
+    source: Mapping[str, Tensor]
+    """The model that the run began with."""
+    specs: dict[str, TensorSpec]
+    """Of all tensors that are carried or repeated."""
+    copies: dict[str, str]
+    """Those of them that repeat a tensor of the policy (embedding, output layer), whose new values they get."""
+
+    @classmethod
+    def of(cls, model_folder: Path, held: Mapping[str, TensorSpec]) -> Self:
+        """held: the policy's tensors. Nothing but headers is read."""
+        source = open_checkpoint(model_folder)
+        table = ParameterTable(source.config, with_mtp=True)
+        names = table.mtp_names & source.specs.keys() - held.keys()
+        copies = {copy: original for copy, original in table.mtp_copies.items() if copy in names}
+        specs = {name: held[copies[name]] if name in copies else source.specs[name] for name in sorted(names)}
+        return cls(source, specs, copies)
+
+    def behind(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The policy's tensors, repeated ones beside them, then the layers as they were."""
+        repeated: dict[str, list[str]] = {}
+        for copy, original in self.copies.items():
+            repeated.setdefault(original, []).append(copy)
+        for name, tensor in tensors:
+            yield name, tensor
+            yield from ((copy, tensor) for copy in repeated.get(name, ()))
+        yield from ((name, self.source[name]) for name in self.specs if name not in self.copies)
+
+
+class CompletedCheckpoint:
+    """A Megatron checkpoint with the layers that it lacks and the model beside it has, under Hugging Face names."""
+
+    def __init__(self, checkpoint: MegatronCheckpoint) -> None:
+        self._checkpoint, self._carried = checkpoint, CarriedLayers.of(checkpoint.model_folder, checkpoint.specs)
+        self.config: Mapping[str, Any] = checkpoint.config
+        self.specs: dict[str, TensorSpec] = checkpoint.specs | self._carried.specs
+        self.with_mtp = checkpoint.with_mtp or bool(self._carried.specs)
+
+    def __getitem__(self, name: str) -> Tensor:
+        name = self._carried.copies.get(name, name)
+        return self._carried.source[name] if name in self._carried.specs else self._checkpoint[name]

@@ -1,0 +1,97 @@
+"""Multi-token prediction: layers behind the last one that predict the token after the next, trained by a loss of their own.
+
+Their inputs are detached, so that the policy's gradients are the same with and without them: hidden states, the embedding of the
+next token, and the output layer are the policy's, and only read. Their routers choose for themselves: a sampler does not run
+these layers, and no rollout records where they sent a token.
+"""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from torch import Tensor
+
+from megatron_rl.batching import Microbatch
+from megatron_rl.engine.errors import UnsupportedModelError
+from megatron_rl.keep_set import KeepSets
+from megatron_rl.layouts import ModelArchitecture
+
+_TRANSFORMER_LAYER = "transformer_layer"
+_TRANSFORMER_LAYER_SINCE_0_17 = "mtp_model_layer"
+
+
+def mtp_settings(model: ModelArchitecture, *, trained: bool) -> dict[str, Any]:
+    """Arguments of TransformerConfig; UnsupportedModelError where there is nothing to train."""
+    if not trained:
+        return {}
+    if not model.num_mtp_layers:
+        raise UnsupportedModelError(
+            f"model.mtp = 'trained', but this {model.model_type} has no layer for multi-token prediction "
+            "(num_nextn_predict_layers in its config.json); leave model.mtp out"
+        )
+    return {"mtp_num_layers": model.num_mtp_layers}
+
+
+def mtp_spec(settings: Any, decoder: Any, *, transformer_engine: bool, vp_stage: int | None) -> Any | None:
+    """Layers like the decoder's last one, on the chunk that ends the pipeline; None elsewhere, and where they are not trained."""
+    if not settings.mtp_num_layers:
+        return None
+    return get_gpt_mtp_block_spec(settings, decoder, use_transformer_engine=transformer_engine, vp_stage=vp_stage)
+
+
+def local_name(name: str, chunk: torch.nn.Module) -> str:
+    """A parameter's name in this version of Megatron-Core; in checkpoints all versions have the older one."""
+    layers = getattr(getattr(chunk, "mtp", None), "layers", ())
+    renamed = any(hasattr(layer, _TRANSFORMER_LAYER_SINCE_0_17) for layer in layers)
+    return name.replace(f".{_TRANSFORMER_LAYER}.", f".{_TRANSFORMER_LAYER_SINCE_0_17}.") if renamed else name
+
+
+def transformer_layers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """Of a chunk, the decoder's and those inside of its layers for multi-token prediction."""
+    ahead = getattr(getattr(chunk, "mtp", None), "layers", ())
+    return [*chunk.decoder.layers, *(getattr(x, _TRANSFORMER_LAYER_SINCE_0_17, None) or x.transformer_layer for x in ahead)]
+
+
+def prepare_layers(chunk: torch.nn.Module) -> None:
+    """After the chunk is built."""
+    for layer in chunk.mtp.layers:
+        # With full recomputation 0.16.1 hands the packing to autograd, which takes tensors only. One layer more is kept instead.
+        layer.config = copy.copy(layer.config)
+        layer.config.recompute_granularity = None
+    for parameter in chunk.mtp.parameters():
+        # Megatron's gradient norm leaves out what is marked as a copy. With these gradients in it, clipping would shorten the policy's
+        # steps by what multi-token prediction has to learn.
+        parameter.shared = True
+
+
+def hidden_states_ahead(
+    chunk: torch.nn.Module, hidden: Tensor, tokens: Tensor, positions: Tensor, packing: Any, rotary: dict[str, Tensor | None]
+) -> Tensor:
+    """[(1 + layers) * n, 1, H]: the hidden states that were given, and behind them those of each layer."""
+
+    def embedding(**ids: Tensor) -> Tensor:
+        return chunk.embedding(**ids).detach()
+
+    every = chunk.mtp(
+        input_ids=tokens, position_ids=positions, hidden_states=hidden.detach().requires_grad_(), attention_mask=None,
+        packed_seq_params=packing, embedding=embedding, **rotary,
+    )  # fmt: skip
+    return torch.cat([hidden, every[hidden.shape[0] :]])
+
+
+def targets_ahead(microbatch: Microbatch, depth: int, own: np.ndarray) -> tuple[KeepSets, np.ndarray]:
+    """What layer `depth` (from 1) predicts: at each position the target of the position `depth` later in the same sequence.
+
+    Returns the targets of the positions `own`, over the whole vocabulary, and bool [N]: which of all positions have a loss."""
+    targets, scored = np.zeros_like(microbatch.targets), np.zeros_like(microbatch.loss_mask)
+    for start, end in zip(microbatch.segment_ends, microbatch.segment_ends[1:], strict=False):
+        targets[start : max(start, end - depth)] = microbatch.targets[start + depth : end]
+        scored[start : max(start, end - depth)] = microbatch.loss_mask[start + depth : end]
+    kinds = torch.from_numpy(scored[own])
+    sets = KeepSets.from_masks(
+        torch.from_numpy(targets[own].astype(np.int64)), kinds, kinds, torch.zeros(0, dtype=torch.int32),
+        torch.zeros(len(own) + 1, dtype=torch.int64),
+    )  # fmt: skip
+    return sets, scored

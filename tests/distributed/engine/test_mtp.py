@@ -1,0 +1,180 @@
+"""Layers for multi-token prediction: trained by their own loss beside a policy that does not notice, at every layout, with routes replayed.
+
+Their loss and gradients are those of transformers' decoder layer in float64. Not shown: several such layers, GPUs.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.masking_utils import create_causal_mask
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
+
+from megatron_rl.topology import Layout
+from tests.distributed.engine.cases import Setting
+from tests.distributed.engine.mtp_cases import (
+    MODEL,
+    MTP,
+    Stepped,
+    loaded_back,
+    losses,
+    nothing_to_train,
+    saved_and_resumed,
+    stepped,
+)
+from tests.distributed.engine.oracle import hugging_face
+from tests.distributed.engine.subject import CONFIGS, rollouts_of, weights_of
+from tests.distributed.engine.test_parity import (
+    GRADIENT,
+    STEP,
+    assert_same_gradients,
+    assert_same_scores,
+    merged,
+    relative_differences,
+)
+from tests.distributed.engine.world import World
+
+FOUR = {
+    "pp2": Setting(MODEL, Layout(4, pp=2)),
+    "tp2 pp2 ep2": Setting(MODEL, Layout(4, tp=2, pp=2, ep=2)),
+    "pp2 vpp2 ep2, full recompute": Setting(MODEL, Layout(4, pp=2, vpp=2, ep=2), recompute="full"),
+    "tp4 etp2 ep2, selective recompute": Setting(MODEL, Layout(4, tp=4, etp=2, ep=2), recompute="selective"),
+    "cp2 ep2": Setting(MODEL, Layout(4, cp=2, ep=2)),
+}
+LAYER = f"model.layers.{CONFIGS[MODEL]['num_hidden_layers']}."
+
+
+@pytest.fixture(scope="module")
+def single(one: World):
+    @cache
+    def of(mtp: str) -> Stepped:
+        return one.run(stepped, Setting(MODEL), mtp)[0]
+
+    return of
+
+
+def of_mtp(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name in MTP}
+
+
+def of_policy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name not in MTP}
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_the_policy_does_not_notice(single, four: World, name: str) -> None:
+    found, wanted = four.run(stepped, FOUR[name], "trained"), four.run(stepped, FOUR[name], "carried")
+    for with_mtp, without in zip(found, wanted, strict=True):
+        assert with_mtp.log_probs.keys() == without.log_probs.keys()
+        assert all((with_mtp.log_probs[number] == values).all() for number, values in without.log_probs.items())
+        # The norm too: it decides how far a step is clipped.
+        assert all(with_mtp.metrics[key] == pytest.approx(without.metrics[key], rel=1e-6) for key in ("loss", "grad_norm"))
+    trained, carried = found[0], wanted[0]
+    assert not of_mtp(carried.weights) and trained.for_servers == carried.for_servers == list(carried.weights)
+    # The sums are the same ones; a buffer that is cut over ranks elsewhere may take them in another order.
+    assert max(relative_differences(of_policy(trained.gradients), carried.gradients).values()) < 1e-6
+    assert max(float((trained.weights[key] - weight).abs().max()) for key, weight in carried.weights.items()) < STEP
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_every_layout_trains_the_same_layer(single, four: World, name: str) -> None:
+    wanted, found = single("trained"), four.run(stepped, FOUR[name], "trained")
+    assert_same_scores(merged([part.log_probs for part in found]), wanted.log_probs)
+    assert_same_gradients(found[0].gradients, wanted.gradients)
+    assert found[3].metrics["mtp_loss_1"] == pytest.approx(wanted.metrics["mtp_loss_1"], rel=1e-5)
+    assert max(float((found[0].weights[key] - weight).abs().max()) for key, weight in wanted.weights.items()) < STEP
+
+
+def test_loss_and_gradients_are_those_of_transformers_layer(single) -> None:
+    loss, gradients = judged()
+    found = single("trained")
+    assert found.metrics["mtp_loss_1"] == pytest.approx(loss, rel=1e-5)
+    assert gradients.keys() == of_mtp(found.gradients).keys()
+    # The selection bias has no gradient; each other tensor but that of an expert without tokens has one.
+    assert sum(bool(gradient.any()) for gradient in gradients.values()) > 30
+    worst = max((d, name) for name, d in relative_differences(of_mtp(found.gradients), gradients).items())
+    assert worst[0] < GRADIENT, worst
+    moved = {name for name, weight in weights_of(MODEL).items() if name in MTP and not torch.equal(weight, found.weights[name])}
+    assert moved == {name for name, gradient in gradients.items() if gradient.any()}
+
+
+def judged() -> tuple[float, dict[str, Tensor]]:
+    """Mean loss, and gradients of its sum over the step's loss tokens, by transformers in float64."""
+    oracle, weights = hugging_face(MODEL), weights_of(MODEL)
+    config, body = oracle.model.config, oracle.model.model
+    own = {name.removeprefix(LAYER): weights[name].double() for name in weights if name.startswith(LAYER)}
+    join, norms = torch.nn.Parameter(own.pop("eh_proj.weight")), {}
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        norms[name] = DeepseekV3RMSNorm(config.hidden_size, config.rms_norm_eps).double()
+        norms[name].weight.data = own.pop(f"{name}.weight")
+    layer = DeepseekV3DecoderLayer(config, config.num_hidden_layers - 1).double().eval()
+    stacked = {
+        "mlp.experts.gate_up_proj": torch.stack([
+            torch.cat([own.pop(f"mlp.experts.{number}.{part}_proj.weight") for part in ("gate", "up")])
+            for number in range(config.n_routed_experts)
+        ]),
+        "mlp.experts.down_proj": torch.stack([own.pop(f"mlp.experts.{number}.down_proj.weight") for number in range(config.n_routed_experts)]),
+    }  # fmt: skip
+    layer.load_state_dict(own | stacked)
+    total, count, tokens = torch.zeros((), dtype=torch.float64), 0, 0
+    for member in rollouts_of(MODEL):
+        r = member.rollout
+        ids = torch.cat([torch.from_numpy(part).long() for part in (r.prompt_ids, r.completion_ids)])[None]
+        with torch.no_grad(), oracle._choices(ids.shape[1], r.routed_experts):
+            hidden = body(input_ids=ids, use_cache=False).last_hidden_state
+        following = body.embed_tokens(ids.roll(-1, dims=1)).detach()
+        places = torch.arange(ids.shape[1])[None]
+        joined = torch.cat([norms["enorm"](following), norms["hnorm"](hidden)], dim=-1) @ join.T
+        mask = create_causal_mask(config, joined, attention_mask=None, past_key_values=None, position_ids=places)
+        out = layer(joined, attention_mask=mask, position_ids=places, position_embeddings=body.rotary_emb(joined, places))
+        log_probs = (norms["shared_head.norm"](out) @ oracle.model.lm_head.weight.T)[0].log_softmax(-1)
+        first = len(r.prompt_ids)
+        counted = [place for place, wanted in enumerate(r.loss_mask.tolist(), start=first) if wanted and place >= 2]
+        total = total - sum(log_probs[place - 2, ids[0, place]] for place in counted)
+        count, tokens = count + len(counted), tokens + int(r.loss_mask.sum())
+    (total / tokens).backward()
+    gradients = {LAYER + "eh_proj.weight": join.grad} | {f"{LAYER}{name}.weight": norm.weight.grad for name, norm in norms.items()}
+    for name, parameter in layer.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if name == "mlp.experts.gate_up_proj":
+            for number, both in enumerate(gradient):
+                for part, half in zip(("gate", "up"), both.chunk(2), strict=True):
+                    gradients[f"{LAYER}mlp.experts.{number}.{part}_proj.weight"] = half
+        elif name == "mlp.experts.down_proj":
+            gradients |= {f"{LAYER}mlp.experts.{number}.down_proj.weight": one for number, one in enumerate(gradient)}
+        else:
+            gradients[LAYER + name] = gradient
+    bias = LAYER + "mlp.gate.e_score_correction_bias"
+    return float(total.detach()) / count, gradients | {bias: torch.zeros_like(weights[bias])}
+
+
+def test_it_learns_and_checkpoints_hold_it(four: World, tmp_path: Path) -> None:
+    setting, other = FOUR["tp2 pp2 ep2"], Setting(MODEL, Layout(4, ep=4))
+    found = four.run(losses, setting, 8)
+    assert all(of_rank[-1] < 0.9 * of_rank[0] for of_rank in found)
+    uninterrupted, resumed = four.run(saved_and_resumed, setting, other, tmp_path / "step2")[0]
+    assert uninterrupted.keys() == resumed.keys() == weights_of(MODEL).keys()
+    assert max(float((resumed[key] - weight).abs().max()) for key, weight in uninterrupted.items()) < STEP
+
+
+def test_weights_come_back_to_the_bit(four: World) -> None:
+    wanted, found = weights_of(MODEL, seed=1), four.run(loaded_back, FOUR["tp2 pp2 ep2"])[0]
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
+
+
+def test_muon_trains_it_too(one: World, four: World) -> None:
+    muon = {"optimizer": {"name": "muon", "muon": {"round_mib": 1}}}
+    wanted, found = one.run(stepped, Setting(MODEL), "trained", muon)[0], four.run(stepped, FOUR["tp2 pp2 ep2"], "trained", muon)[0]
+    before = weights_of(MODEL)
+    moved = {name: weight - before[name] for name, weight in of_mtp(wanted.weights).items() if weight.dim() == 2}
+    for name, update in moved.items():
+        if update.any():
+            assert (found.weights[name] - wanted.weights[name]).norm() < 2e-3 * update.norm(), name
+
+
+def test_a_model_without_such_layers_is_told(one: World) -> None:
+    (message,) = one.run(nothing_to_train, Setting("deepseek_v3_moe"))
+    assert "no layer for multi-token prediction" in message and "leave model.mtp out" in message
