@@ -1,14 +1,17 @@
 """Steps of Muon on the ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from megatron_rl.batching import Microbatch
 from megatron_rl.engine.checkpoint import CheckpointError
 from megatron_rl.engine.errors import UnsupportedModelError
+from megatron_rl.objective import Denominators
 from tests.distributed.engine.cases import Run, Setting, laid_out
+from tests.distributed.engine.step_cases import without_loss
 
 Weights = dict[str, Tensor]
 MUON: dict[str, Any] = {"name": "muon", "weight_decay": 0.1, "muon": {"round_mib": 1}}
@@ -32,6 +35,39 @@ def muon_steps(rank: int, setting: Setting) -> Stepped:
             found.grad_norms.append(run.step(number)["grad_norm"])
             found.weights.append(run.weights())
         return found
+
+
+def steps_without_expert(rank: int, setting: Setting, expert: int) -> Stepped:
+    """The second step sends no token to this expert of any layer."""
+    with laid_out(setting) as groups:
+        run = Run(groups, setting, optimizer=MUON)
+        found = Stepped([], [], [])
+        for number in range(2):
+            found.gradients.append(run.gradients())
+            found.grad_norms.append(run.step(number)["grad_norm"])
+            found.weights.append(run.weights())
+            run.microbatches = [avoiding(microbatch, expert) for microbatch in run.microbatches]
+        return found
+
+
+def avoiding(microbatch: Microbatch, expert: int) -> Microbatch:
+    """Tokens of this expert go to the first one that they do not go to yet."""
+    recorded = microbatch.routed_experts[microbatch.route_mask]
+    for row in recorded.reshape(-1, recorded.shape[-1]):
+        row[row == expert] = next(other for other in range(recorded.shape[-1] + 1) if other != expert and other not in row)
+    routes = microbatch.routed_experts.copy()
+    routes[microbatch.route_mask] = recorded
+    return replace(microbatch, routed_experts=routes)
+
+
+def step_without_loss(rank: int, setting: Setting) -> tuple[Weights, float]:
+    """The weights after a step without a loss token on any rank, and the gradient's norm."""
+    with laid_out(setting) as groups:
+        run = Run(groups, setting, optimizer=MUON)
+        run.microbatches = [without_loss(m) for m in run.microbatches]
+        run.denominators = Denominators(tokens=1, sequences=1)
+        grad_norm = run.step()["grad_norm"]
+        return run.weights(), grad_norm
 
 
 def state_after_steps(rank: int, setting: Setting) -> Weights:

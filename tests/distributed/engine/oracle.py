@@ -12,7 +12,7 @@ from megatron_rl.batching import Microbatch, alignment_of
 from megatron_rl.batching.lay_out import lay_out
 from megatron_rl.conversion import write_hf_checkpoint
 from megatron_rl.keep_set import KeepSets, reference_log_probs
-from megatron_rl.layouts import ParameterTable
+from megatron_rl.layouts import ParameterTable, Role
 from megatron_rl.objective import token_batch
 from megatron_rl.preflight.oracle import Oracle
 from megatron_rl.topology import Layout
@@ -56,8 +56,14 @@ def expected(model: str, *, routing_replay: bool = True) -> Expected:
     )
     return Expected(
         by_sequence([whole], [log_probs.detach().numpy()]), by_sequence([whole], [entropies.detach().numpy()]),
-        oracle.gradients(loss), float(loss.detach()),
+        oracle.gradients(loss) | _no_gradients(model), float(loss.detach()),
     )  # fmt: skip
+
+
+def _no_gradients(model: str) -> dict[str, Tensor]:
+    """Of selection biases, which are buffers in transformers."""
+    parameters = [p for p in ParameterTable(CONFIGS[model]).parameters if p.role is Role.SELECTION_BIAS]
+    return {tensor.name: torch.zeros(tensor.shape) for parameter in parameters for tensor in parameter.hf}
 
 
 def hugging_face(model: str) -> Oracle:

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from megatron_rl.batching import Microbatch
+from megatron_rl.batching.lay_out import Member
 from megatron_rl.engine.engine import Scores
 from megatron_rl.engine.groups import set_determinism
 from megatron_rl.engine.optimizer import NonFiniteGradientError
 from megatron_rl.engine.schedule import ScheduleError
 from megatron_rl.objective import Denominators, SupervisedLoss
 from tests.distributed.engine.cases import Run, Setting, copied, laid_out
-from tests.distributed.engine.subject import weights_of
+from tests.distributed.engine.subject import microbatches_of, options_of, weights_of
 
 
 def without_loss(microbatch: Microbatch) -> Microbatch:
@@ -32,6 +33,30 @@ def gradients_beside_idle_microbatches(rank: int, setting: Setting) -> dict[str,
         idle = [without_loss(m) for m in run.microbatches]
         run.microbatches = [*idle, *run.microbatches, *idle]
         return run.gradients()
+
+
+def gradients_with_idle_ranks(rank: int, setting: Setting) -> dict[str, Tensor]:
+    """The first data-parallel rank has all loss tokens; the others see the same tokens, none of which counts."""
+    with laid_out(setting) as groups:
+        run = Run(groups, setting)
+        whole = packed(run, run.members, setting)
+        run.microbatches = whole if groups.coords.dp == 0 else [without_loss(m) for m in whole]
+        return run.gradients()
+
+
+def gradients_packed_backwards(rank: int, setting: Setting) -> dict[str, Tensor]:
+    """The last sequence first, and the last microbatch first."""
+    with laid_out(setting) as groups:
+        run = Run(groups, setting)
+        run.microbatches = packed(run, run.members[::-1], setting)[::-1]
+        return run.gradients()
+
+
+def packed(run: Run, members: list[Member], setting: Setting) -> list[Microbatch]:
+    """All sequences, as one data-parallel rank would have them."""
+    options = options_of(setting.model, moe_layers=run.engine.moe_layers, sequence_parallel=run.config.sequence_parallel)
+    alone = replace(setting.layout, world_size=setting.layout.world_size // setting.layout.dp, ep=1, etp=1)
+    return microbatches_of(members, alone, 0, options, max_tokens=setting.max_tokens)
 
 
 def step_without_loss(rank: int, setting: Setting) -> tuple[dict[str, float], bool]:

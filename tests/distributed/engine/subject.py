@@ -56,13 +56,15 @@ def config_of(
 
 
 def weights_of(model: str, seed: int = 0) -> dict[str, Tensor]:
-    """As a fresh model has them, but with norms that differ from one."""
+    """As a fresh model has them, but with norms that differ from one, and selection biases from zero."""
     with_mtp = bool(CONFIGS[model].get("num_nextn_predict_layers"))
     weights = dict(random_hf_tensors(ParameterTable(CONFIGS[model], with_mtp=with_mtp), seed))
     generator = torch.Generator().manual_seed(seed)
-    return {
+    weights = {
         name: w * (0.7 + 0.6 * torch.rand(w.shape, generator=generator)) if w.dim() == 1 else w for name, w in weights.items()
     }
+    biases = {name: 0.2 * torch.randn(w.shape, generator=generator) for name, w in weights.items() if name.endswith("score_correction_bias")}
+    return weights | biases
 
 
 def contract_of(model: str) -> ModelContract:

@@ -22,8 +22,10 @@ from tests.distributed.engine.muon_cases import (
     other_optimizer,
     resume,
     state_after_steps,
+    step_without_loss,
+    steps_without_expert,
 )
-from tests.distributed.engine.subject import MODELS, weights_of
+from tests.distributed.engine.subject import CONFIGS, weights_of
 from tests.distributed.engine.world import World
 
 # Of an update, relative to its norm. Against the reference, which starts from the same gradients, what is left is the iteration's own
@@ -43,6 +45,11 @@ FOUR = {
     "tp2 pp2 vpp2 ep2": Setting(layout=Layout(4, tp=2, pp=2, vpp=2, ep=2)),
     "cp2 tp2": Setting(layout=Layout(4, tp=2, cp=2)),
     "dense and tied, tp2 pp2": Setting("qwen3", Layout(4, tp=2, pp=2)),
+    # Each factor of latent attention by itself: down projections are whole on every tensor-parallel rank, up projections are cut.
+    "latent, tp2": Setting("deepseek_v3_moe", Layout(4, tp=2)),
+    "latent, ep2": Setting("deepseek_v3_moe", Layout(4, ep=2)),
+    "latent, tp2 pp2 ep2": Setting("deepseek_v3_moe", Layout(4, tp=2, pp=2, ep=2)),
+    "latent, tp4 etp2 ep2": Setting("deepseek_v3_moe", Layout(4, tp=4, etp=2, ep=2)),
 }
 
 
@@ -56,7 +63,7 @@ def single(one: World):
 
 
 def matrices_of(model: str) -> list[str]:
-    return [t.name for p in ParameterTable(MODELS[model]).parameters if p.role.has_matrices for t in p.hf]
+    return [t.name for p in ParameterTable(CONFIGS[model]).parameters if p.role.has_matrices for t in p.hf]
 
 
 def worst(found: dict[str, Tensor], wanted: dict[str, Tensor], before: dict[str, Tensor], names: list[str]) -> tuple[float, str]:
@@ -64,7 +71,7 @@ def worst(found: dict[str, Tensor], wanted: dict[str, Tensor], before: dict[str,
     return max((float((found[n] - wanted[n]).double().norm() / (wanted[n] - before[n]).double().norm()), n) for n in names)
 
 
-@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3"])
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3", "deepseek_v3_moe"])
 def test_two_steps_are_the_references(single, model: str) -> None:
     found, before = single(model), weights_of(model)
     expected = {name: weight.double() for name, weight in before.items()}
@@ -90,6 +97,30 @@ def test_every_layout_makes_the_same_update(single, four: World, name: str) -> N
         assert max(float((found.weights[number][n] - wanted.weights[number][n]).abs().max()) for n in rest) < 0.2 * LEARNING_RATE
 
 
+@pytest.mark.parametrize("setting", [Setting(), Setting(layout=Layout(4, tp=2, pp=2, ep=2))], ids=["one", "tp2 pp2 ep2"])
+def test_an_expert_without_tokens_goes_on_with_its_momentum(one: World, four: World, setting: Setting) -> None:
+    found, before = (one if setting.layout.world_size == 1 else four).run(steps_without_expert, setting, 5)[0], weights_of("qwen3_moe")
+    names = [name for name in matrices_of("qwen3_moe") if ".experts.5." in name]
+    assert len(names) == 6 and all(found.gradients[0][name].any() for name in names)
+    clipped = min(1.0, 1.0 / (found.grad_norms[0] + 1e-6))
+    for name in names:
+        assert not found.gradients[1][name].any()
+        gradient, rates = clipped * found.gradients[0][name].double(), MuonRates(LEARNING_RATE, 0.1)
+        weight, momentum = reference_step(before[name].double(), torch.zeros_like(gradient), gradient, MuonSettings(), rates)
+        weight, _ = reference_step(weight, momentum, torch.zeros_like(gradient), MuonSettings(), rates)
+        assert worst({name: found.weights[1][name]}, {name: weight}, before, [name])[0] < REFERENCE
+    assert all(torch.isfinite(weight).all() for weight in found.weights[1].values())
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3_moe"])
+def test_a_zero_gradient_only_decays(four: World, model: str) -> None:
+    weights, grad_norm = four.run(step_without_loss, Setting(model, Layout(4, tp=2, pp=2, ep=2)))[0]
+    assert grad_norm == 0
+    for name in matrices_of(model):
+        wanted = weights_of(model)[name] * (1 - LEARNING_RATE * 0.1)
+        assert torch.allclose(weights[name], wanted, rtol=1e-6, atol=0), name
+
+
 def test_runs_are_equal_to_the_bit(four: World) -> None:
     setting = Setting(layout=Layout(4, tp=2, ep=2))
     first, second = four.run(state_after_steps, setting), four.run(state_after_steps, setting)
@@ -100,7 +131,7 @@ def test_runs_are_equal_to_the_bit(four: World) -> None:
 
 def test_momentum_is_the_only_state_and_falls_with_the_replicas(four: World) -> None:
     """Each of the four replicas holds a quarter of the momentum, and there is no second moment of a matrix."""
-    parameters = ParameterTable(MODELS["qwen3_moe"]).parameters
+    parameters = ParameterTable(CONFIGS["qwen3_moe"]).parameters
     names = {parameter.name for parameter in parameters if parameter.role.has_matrices}
     elements = sum(p.kind.shape[0] * p.kind.shape[1] for p in parameters if p.role.has_matrices)
     for state in four.run(state_after_steps, Setting(layout=Layout(4))):

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import LEARNING_RATE, Evaluation, Setting, evaluate
 from tests.distributed.engine.oracle import expected
+from tests.distributed.engine.step_cases import gradients_packed_backwards
 from tests.distributed.engine.subject import MODELS
 from tests.distributed.engine.world import World
 
@@ -52,6 +53,11 @@ FOUR = {
     "dense and tied, tp2 pp2": Setting("qwen3", Layout(4, tp=2, pp=2)),
     "dense and tied, tp4 without sequence parallelism": Setting("qwen3", Layout(4, tp=4), sequence_parallel=False),
     "llama, tp2 pp2": Setting("llama", Layout(4, tp=2, pp=2)),
+    # Latent attention, shared experts, a leading dense layer, a selection bias.
+    "deepseek, pp4": Setting("deepseek_v3_moe", Layout(4, pp=4)),
+    "deepseek, tp2 pp2 ep2": Setting("deepseek_v3_moe", Layout(4, tp=2, pp=2, ep=2)),
+    "deepseek, tp2 cp2 ep2, full recompute": Setting("deepseek_v3_moe", Layout(4, tp=2, cp=2, ep=2), recompute="full"),
+    "deepseek, tp4 etp2 ep2": Setting("deepseek_v3_moe", Layout(4, tp=4, etp=2, ep=2)),
 }
 
 
@@ -90,7 +96,7 @@ def single(one: World):
     return of
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, "deepseek_v3_moe"])
 def test_one_process_is_hugging_face(single, model: str) -> None:
     found, wanted = single(model), expected(model)
     assert_same_scores(found.log_probs, wanted.log_probs)
@@ -110,3 +116,8 @@ def test_every_layout_is_one_process(single, four: World, name: str) -> None:
         assert found[3].metrics[key] == pytest.approx(wanted.metrics[key], rel=1e-5, abs=1e-6), key
     moved = max(float((found[0].weights[key] - weight).abs().max()) for key, weight in wanted.weights.items())
     assert moved < STEP
+
+
+def test_the_order_of_packing_changes_nothing(single, one: World) -> None:
+    backwards = one.run(gradients_packed_backwards, Setting(max_tokens=25))[0]
+    assert_same_gradients(backwards, single("qwen3_moe").gradients)

@@ -1,5 +1,7 @@
 """Routing replay changes what it should and nothing else; parity under every schedule, routes included, is in test_parity."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -25,6 +27,17 @@ def test_without_replay_the_router_chooses(one: World) -> None:
     assert_same_gradients(found.gradients, wanted.gradients)
     forced = expected("qwen3_moe")
     assert max(np.abs(values - forced.log_probs[number]).max(initial=0) for number, values in found.log_probs.items()) > 0.1
+
+
+def test_a_selection_bias_chooses_on_every_stage(one: World, four: World) -> None:
+    """Without replay: groups of experts and a bias that is not zero, in one process and with each layer on a stage of its own."""
+    free = Setting("deepseek_v3_moe", routing_replay=False)
+    wanted, found = expected(free.model, routing_replay=False), one.run(evaluate, free)[0]
+    assert_same_scores(found.log_probs, wanted.log_probs)
+    assert_same_gradients(found.gradients, wanted.gradients)
+    ranks = four.run(evaluate, replace(free, layout=Layout(4, pp=4)))
+    assert_same_scores(ranks[0].log_probs, wanted.log_probs)
+    assert_same_gradients(ranks[0].gradients, wanted.gradients)
 
 
 def test_other_experts_give_other_values(one: World) -> None:

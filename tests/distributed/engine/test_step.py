@@ -11,6 +11,7 @@ from tests.distributed.engine.step_cases import (
     broken_weight,
     deterministic_steps,
     gradients_beside_idle_microbatches,
+    gradients_with_idle_ranks,
     losses_of_steps,
     reference_policy,
     round_trip,
@@ -29,6 +30,11 @@ REPLICAS = Setting(layout=Layout(4, pp=2, vpp=2, ep=2), recompute="full")
 @pytest.mark.parametrize("setting", [EVERYTHING, REPLICAS], ids=["tp2 pp2 ep2", "pp2 vpp2 ep2"])
 def test_microbatches_without_loss_tokens_change_nothing(four: World, setting: Setting) -> None:
     assert_same_gradients(four.run(gradients_beside_idle_microbatches, setting)[0], expected(setting.model).gradients)
+
+
+@pytest.mark.parametrize("setting", [Setting(layout=Layout(4, ep=2)), REPLICAS], ids=["dp4 ep2", "dp2 pp2 vpp2 ep2"])
+def test_ranks_without_loss_tokens_change_nothing(four: World, setting: Setting) -> None:
+    assert_same_gradients(four.run(gradients_with_idle_ranks, setting)[0], expected(setting.model).gradients)
 
 
 def test_a_step_without_any_loss_token_moves_nothing(four: World) -> None:
