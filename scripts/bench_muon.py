@@ -7,7 +7,9 @@ the median over the steps, of each the slowest rank's). Arms: adamw, Megatron's 
 same but every rank gathers all gradients and orthogonalises everything.
 
 Planned, for Qwen3-235B and Kimi-K2 from 32 to 1024 ranks (TP 4, PP 8, EP 4, the rest data parallel): the work and the traffic of the
-busiest rank of a middle stage in one step. The plan is the one that the optimizer runs by; nothing is measured there.
+busiest rank of a middle stage in one step. The plan is the one that the optimizer runs by; nothing is measured there. "/ mean" is the busiest
+rank's whole work over the mean; "in step" the sum of each round's busiest rank over it, the time if no rank ran ahead into the next round;
+"largest" the largest parameter, which one rank does whole: the work cannot be shared more evenly than that.
 """
 
 import argparse
@@ -39,7 +41,7 @@ DEMO = tomllib.loads((ROOT / "model_configs" / "tiny-moe-cpu.toml").read_text())
 ARMS = ("adamw", "muon", "naive_muon")
 LAYOUTS = {"dp2": Layout(2), "tp2": Layout(2, tp=2)}
 NEWTON_SCHULZ_STEPS = 5
-ELEMENTS_PER_ROUND = 128 * 2**20
+ELEMENTS_PER_RANK = 128 * 2**20
 UNEVEN = {"Qwen3-235B-A22B": (11, 11), "Kimi-K2": (7, 6)}
 """Layers of the first and the last of 8 stages."""
 
@@ -142,12 +144,15 @@ def planned(name: str, config: dict, world_sizes: Sequence[int]) -> list[dict[st
     for world_size in world_sizes:
         layout = Layout(world_size, tp=4, pp=8, ep=4, first_stage_layers=first, last_stage_layers=last)
         placement = Placement(ParameterTable(config, padded_vocab_size=layout.padded_vocab_size(config["vocab_size"])), layout)
-        rounds = plan_rounds(stage_tasks(placement, 1, NEWTON_SCHULZ_STEPS), layout.ranks_per_stage, ELEMENTS_PER_ROUND)
+        tasks = stage_tasks(placement, 1, NEWTON_SCHULZ_STEPS)
+        rounds = plan_rounds(tasks, layout.ranks_per_stage, ELEMENTS_PER_RANK)
         loads = loads_of(rounds, layout.ranks_per_stage)
         pieces = [pieces_of(placement, 1, number) for number in range(layout.ranks_per_stage)]
         mean = sum(loads) / len(loads)
+        in_step = sum(max(loads_of([each], len(loads))) for each in rounds)
         rows.append({
             "ranks": world_size, "tflop_busiest": max(loads) / 1e12, "busiest_over_mean": max(loads) / mean,
+            "rounds": len(rounds), "rounds_in_step_over_mean": in_step / mean, "largest_matrix_over_mean": max(t.flops for t in tasks) / mean,
             "tflop_naive": sum(loads) / 1e12, "gib_sent_busiest": max(bytes_sent(rounds, pieces)) / 2**30,
             "gib_momentum": max(4 * sum(piece.length for piece in held) for held in pieces) / 2**30,
         })  # fmt: skip
@@ -157,7 +162,7 @@ def planned(name: str, config: dict, world_sizes: Sequence[int]) -> list[dict[st
 def busiest_over_mean(config: dict, ranks: int) -> float:
     """With `ranks` replicas of the whole model."""
     placement = Placement(ParameterTable(config), Layout(ranks))
-    loads = loads_of(plan_rounds(stage_tasks(placement, 0, NEWTON_SCHULZ_STEPS), ranks, ELEMENTS_PER_ROUND), ranks)
+    loads = loads_of(plan_rounds(stage_tasks(placement, 0, NEWTON_SCHULZ_STEPS), ranks, ELEMENTS_PER_RANK), ranks)
     return max(loads) * ranks / sum(loads)
 
 
@@ -192,11 +197,13 @@ def show(result: dict) -> None:
         print(f"{key} = {result[key]:.3f}")
     for name, rows in result["plans"].items():
         print(
-            f"\n{name}, a middle stage, one step\n{'ranks':>6}{'TFLOP, busiest':>16}{'/ mean':>8}{'naive':>10}{'GiB sent':>10}{'GiB momentum':>14}"
+            f"\n{name}, a middle stage, one step\n{'ranks':>6}{'TFLOP, busiest':>16}{'/ mean':>8}{'rounds':>8}{'in step':>9}{'largest':>9}"
+            f"{'naive':>10}{'GiB sent':>10}{'GiB momentum':>14}"
         )
         for row in rows:
             print(
-                f"{row['ranks']:6}{row['tflop_busiest']:16.2f}{row['busiest_over_mean']:8.3f}{row['tflop_naive']:10.1f}"
+                f"{row['ranks']:6}{row['tflop_busiest']:16.2f}{row['busiest_over_mean']:8.3f}{row['rounds']:8}{row['rounds_in_step_over_mean']:9.2f}"
+                f"{row['largest_matrix_over_mean']:9.2f}{row['tflop_naive']:10.1f}"
                 f"{row['gib_sent_busiest']:10.2f}{row['gib_momentum']:14.2f}"
             )
 

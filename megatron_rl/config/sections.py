@@ -95,7 +95,8 @@ class Muon(Section):
     """After each step, scale down the queries and keys of heads whose largest attention logit was above this (100 in Kimi K2). For models
     that do not normalise q and k. None: off."""
     round_mib: Positive = 512
-    """Of fp32 gradients that are exchanged at a time, by whole layers; the next exchange runs beside the work on the last."""
+    """Of fp32 gradients that a rank exchanges at a time, by whole layers; the next exchange runs beside the work on the last. Many ranks share
+    the work of a round evenly only if it has several layers."""
 
 
 class Optimizer(Section):

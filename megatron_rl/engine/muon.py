@@ -47,7 +47,7 @@ class Muon:
                     if not updated.is_leaf:  # a view of an fp32 parameter: PyTorch warns of whoever looks for a gradient there
                         updated.retain_grad()
         tasks = stage_tasks(placement, groups.coords.pp, settings.newton_schulz_steps)
-        rounds = plan_rounds(tasks, placement.layout.ranks_per_stage, section.round_mib * 2**20 // 4)
+        rounds = plan_rounds(tasks, placement.layout.ranks_per_stage, section.round_mib * 2**20 // 4)  # fp32
         stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         self._muon = DistributedMuon(settings, rounds, pieces, stage, groups.device)
         for part in parts:

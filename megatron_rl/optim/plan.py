@@ -54,12 +54,15 @@ def stage_tasks(placement: Placement, stage: int, steps: int) -> list[Task]:
     return tasks
 
 
-def plan_rounds(tasks: Sequence[Task], num_ranks: int, elements_per_round: int) -> list[Round]:
-    """Rounds of neighbouring layers that reach `elements_per_round`, each shared out by cost: the most expensive task first, to the
-    rank with the least work so far, this and the earlier rounds together: the few large matrices
-    of attention are spread first, and the experts fill what is left."""
+def plan_rounds(tasks: Sequence[Task], num_ranks: int, elements_per_rank: int) -> list[Round]:
+    """Rounds of neighbouring layers that reach `elements_per_rank` on the average rank, each shared out by cost: the most expensive task
+    first, to the rank with the least work so far, this and the earlier rounds together. So the few large matrices of attention are spread
+    first, and the experts fill what is left.
+
+    The more ranks, the more layers a round has: in a round of one layer, most of many ranks would wait for the few that have attention's.
+    """
     loads = [0] * num_ranks
-    return [_share_out(tuple(group), loads) for group in _whole_layers(tasks, elements_per_round)]
+    return [_share_out(tuple(group), loads) for group in _whole_layers(tasks, elements_per_rank * num_ranks)]
 
 
 def loads_of(rounds: Iterable[Round], num_ranks: int) -> list[int]:

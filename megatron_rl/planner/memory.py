@@ -1,5 +1,6 @@
 """Memory of one rank, term by term, and of its node's host."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.planner.activations import (
@@ -11,7 +12,7 @@ from megatron_rl.planner.activations import (
     tokens_per_rank,
     workspace_bytes,
 )
-from megatron_rl.planner.counts import ParameterCounts
+from megatron_rl.planner.counts import ChunkElements, ParameterCounts
 from megatron_rl.planner.machine import Machine
 from megatron_rl.planner.workload import GIB, Candidate, Workload
 
@@ -171,12 +172,18 @@ def _update_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate,
     largest_dense = max(max(part.dense.largest, part.tied.largest) for part in held) * candidate.layout.tp
     largest_expert = max(part.expert.largest for part in held) * candidate.layout.etp
     sync = 2.0 * work.bucket_bytes + work.parameter_bytes * max(largest_dense, largest_expert)
-    return max(sync, _muon_bytes(work, candidate, max(largest_dense, largest_expert)) if work.optimizer == "muon" else 0.0)
+    if work.optimizer != "muon":
+        return sync
+    num_layers = len(candidate.layout.layers_of_stage(counts.architecture.num_layers, stage))
+    return max(sync, _muon_bytes(work, candidate, held, max(largest_dense, largest_expert), num_layers))
 
 
-def _muon_bytes(work: Workload, candidate: Candidate, largest: int) -> float:
+def _muon_bytes(work: Workload, candidate: Candidate, held: Sequence[ChunkElements], largest: int, num_layers: int) -> float:
     """A rank's share of two rounds, on their way out and in, and four fp32 copies of the matrices that are orthogonalised together."""
-    return 4 * work.muon_round_bytes / candidate.layout.ranks_per_stage + 4 * 4.0 * max(largest, MUON_BATCH)
+    layout = candidate.layout
+    share = 4 * sum(part.dense.matrices / (layout.dp * layout.cp) + part.expert.matrices / layout.edp for part in held)
+    of_round = min(share, max(work.muon_round_bytes, share / num_layers))  # one layer at least
+    return 4 * of_round + 4 * 4.0 * max(largest, MUON_BATCH)
 
 
 def host_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate) -> float:

@@ -54,6 +54,14 @@ def test_at_four_replicas_the_busiest_rank_is_close_to_the_mean(config: dict) ->
     assert max(loads) <= 1.15 * sum(loads) / 4
 
 
+def test_many_ranks_wait_for_none() -> None:
+    """Rounds as long as with few ranks would give most of the 128 nothing to do while two of them have a layer's attention."""
+    layout = Layout(1024, tp=4, pp=8, ep=4, first_stage_layers=11, last_stage_layers=11)
+    rounds = plan_rounds(stage_tasks(placed(PUBLISHED["Qwen3-235B-A22B"], layout), 1, 5), 128, 128 * 2**20)
+    mean = sum(loads_of(rounds, 128)) / 128
+    assert len(rounds) == 2 and sum(max(loads_of([each], 128)) for each in rounds) < 1.1 * mean
+
+
 def test_bytes_are_those_that_leave_a_rank() -> None:
     """Two replicas, each with half of every parameter: of each parameter one half of the direction goes to the owner, and one half of
     the update comes back."""
