@@ -54,7 +54,7 @@ class Quantised:
     """Matrices in NVFP4, as a trainer with the same [precision] multiplies with them, to the last bit.
 
     A global scale is known when all that shares it has been seen: the members of a group are read once for it and once more to be
-    quantised, and memory stays that of a few tensors. Layers for multi-token prediction, which are not trained, stay as they are.
+    quantised, and memory stays that of a few tensors. Layers for multi-token prediction stay as they are.
     """
 
     def __init__(self, checkpoint: CompletedCheckpoint, wanted: QuantisedAs) -> None:
