@@ -21,6 +21,8 @@ class Factor:
     scoring: Scoring | None = None
     config: Config | None = None
     reason: str = ""
+    may_explain: bool = True
+    """False: no run can have what it undoes, so that a token which it brings nearer is brought so by chance."""
 
 
 def as_trained(config: Config) -> Scoring:
@@ -43,7 +45,7 @@ def factors(config: Config, hf_config: Mapping[str, Any], record: StepRecord, kn
     base, model = as_trained(config), ParameterTable(hf_config).architecture
     return [
         _routing_replay(base, model), _keep_set_replay(base, record), _temperature(base, record), _staleness(base, record, known),
-        _quantisation(config), Factor(f"dropout {DROPOUT}", replace(base, dropout=DROPOUT)), _layout(config, hf_config),
+        _quantisation(config), Factor(f"dropout {DROPOUT}", replace(base, dropout=DROPOUT), may_explain=False), _layout(config, hf_config),
     ]  # fmt: skip
 
 

@@ -16,8 +16,7 @@ UNDONE = 4.0
 EXPLAINS_TOKEN = 0.5
 """A change explains a token whose |d| it takes at least this share of."""
 EXPLAINS = 0.1
-"""... if it takes at least this share of the mean as well: dropout brings single tokens nearer by chance. Beside a named fault nothing
-else explains any."""
+"""... if it takes at least this share of the mean as well: any change brings single tokens nearer by chance."""
 AS_TRAINED, LEFT = "as trained", "everything replayed, weights that sampled"
 
 
@@ -46,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class WorstToken:
-    """explained_by: the change that takes most of its |d|, or why there is none."""
+    """explained_by: the change that takes most of its |d|, and the share that it takes; or why there is none, and a share of 0."""
 
     rollout: str
     place: int
@@ -60,6 +59,7 @@ class WorstToken:
     logprob_rollout: float
     logprob_trainer: float
     explained_by: str
+    share: float
     with_change: Mapping[str, float]
     """|d| under each change."""
 
@@ -114,10 +114,10 @@ def attribution(
     were_tried = any(h.name in d for h in hypotheses)
     tried = tuple(_row({**d, AS_TRAINED: d[LEFT]}, h) for h in hypotheses if were_tried)
     named = _named(d, record, hypotheses, rounding)
-    candidates = named or [row.name for row in (*rows, left) if _explains(row, d)]
+    single = [row.name for row, factor in zip(rows, factors, strict=True) if factor.may_explain and _explains(row, d)]
     return Attribution(
         step=record.plan.step, as_trained=Row(AS_TRAINED, measured(d[AS_TRAINED]), 0.0), recorded=recorded, rows=rows, left=left, rounding=rounding,
-        hypotheses=tried, faults=tuple(named) + _training_faults(outcome), worst=tuple(_worst(record, d, candidates, scores, texts, rounding)),
+        hypotheses=tried, faults=tuple(named) + _training_faults(outcome), worst=tuple(_worst(record, d, single, named, texts, rounding)),
         notes=tuple(notes),
     )  # fmt: skip
 
@@ -167,31 +167,39 @@ def _explains(row: Row, d: Mapping[str, np.ndarray]) -> bool:
 def _worst(
     record: StepRecord,
     d: Mapping[str, np.ndarray],
-    candidates: Sequence[str],
-    scores: Mapping[str, np.ndarray],
+    single: Sequence[str],
+    named: Sequence[str],
     texts: Sequence[str],
     rounding: float,
 ) -> list[WorstToken]:
     """The tokens with the largest |d| as trained, largest first."""
-    base = np.abs(d[AS_TRAINED])
-    places = np.argsort(-base, kind="stable")[:NUM_WORST]
-    return [
-        WorstToken(
-            rollout=record.plan.entries[record.entry[m]].uid, place=int(record.place[m]), position=int(record.position[m]), token=int(record.token[m]),
-            text=texts[m], set_size=int(record.set_size[m]), staleness=int(record.staleness[m]), logprob_rollout=float(record.logprobs[m]),
-            logprob_trainer=float(scores[AS_TRAINED][m]), explained_by=_explanation(m, d, candidates, rounding),
-            with_change={name: abs(float(values[m])) for name, values in d.items() if not np.isnan(values[m])},
-        )
-        for m in places
-    ]  # fmt: skip
+    places = np.argsort(-np.abs(d[AS_TRAINED]), kind="stable")[:NUM_WORST]
+    found = []
+    for m in places:
+        distances = {name: abs(float(values[m])) for name, values in d.items() if not np.isnan(values[m])}
+        explained_by, share = _explanation(distances, single, named, rounding)
+        found.append(
+            WorstToken(
+                rollout=record.plan.entries[record.entry[m]].uid, place=int(record.place[m]), position=int(record.position[m]),
+                token=int(record.token[m]), text=texts[m], set_size=int(record.set_size[m]), staleness=int(record.staleness[m]),
+                logprob_rollout=float(record.logprobs[m]), logprob_trainer=float(record.logprobs[m] + d[AS_TRAINED][m]), explained_by=explained_by,
+                share=share, with_change=distances,
+            )
+        )  # fmt: skip
+    return found
 
 
-def _explanation(m: int, d: Mapping[str, np.ndarray], candidates: Sequence[str], rounding: float) -> str:
-    base = abs(float(d[AS_TRAINED][m]))
+def _explanation(
+    distances: Mapping[str, float], single: Sequence[str], named: Sequence[str], rounding: float
+) -> tuple[str, float]:
+    """distances: |d| of a token under each change. A named fault was undone on top of LEFT, and takes what it takes from there."""
+    base = distances[AS_TRAINED]
     if base <= rounding:
-        return "rounding"
-    after = {name: abs(float(d[name][m])) for name in candidates if not np.isnan(d[name][m])}
-    best = min(after, key=after.__getitem__, default=None)  # of equals the first: a single change before all together
-    if best is None or base - after[best] < EXPLAINS_TOKEN * base:
-        return "no single change"
-    return best
+        return "rounding", 0.0
+    taken = {name: base - distances[name] for name in single if name in distances}
+    taken |= {name: distances[LEFT] - distances[name] for name in named if LEFT in distances}
+    best = max(taken, key=taken.__getitem__, default=None)
+    if best is not None and taken[best] >= EXPLAINS_TOKEN * base:
+        return best, min(1.0, taken[best] / base)
+    together = base - distances.get(named[0] if named else LEFT, base)
+    return ("several together", together / base) if together >= EXPLAINS_TOKEN * base else ("no single change", 0.0)

@@ -55,9 +55,8 @@ def _worst(found: Attribution) -> Table:
     for t in found.worst:
         logprobs = (f"{t.logprob_rollout:.4f}", f"{t.logprob_trainer:.4f}")
         text = escape(repr(t.text)) if t.text else ""
-        table.add_row(
-            t.rollout, str(t.position), str(t.token), text, str(t.set_size), str(t.staleness), *logprobs, t.explained_by
-        )
+        explained = f"{escape(t.explained_by)} ({t.share:.0%})" if t.share else t.explained_by
+        table.add_row(t.rollout, str(t.position), str(t.token), text, str(t.set_size), str(t.staleness), *logprobs, explained)
     return table
 
 

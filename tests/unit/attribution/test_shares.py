@@ -59,15 +59,30 @@ def test_worst_tokens_say_what_explains_each() -> None:
     seven, thirty, twelve = found.worst[:3]
     assert [t.token for t in found.worst[:3]] == [7, 30, 12] and seven.text == "t7" and seven.staleness == RECORD.staleness[7]
     # the first is taken by one change and by all together: the one is named
-    assert [seven.explained_by, thirty.explained_by, twelve.explained_by] == ["replay on", LEFT, "no single change"]
+    assert [seven.explained_by, thirty.explained_by, twelve.explained_by] == ["replay on", "several together", "no single change"]
+    assert [seven.share, thirty.share, twelve.share] == pytest.approx([2.9 / 3, 1, 0])
     assert seven.with_change == pytest.approx({AS_TRAINED: 3.0, "replay on": 0.1, LEFT: 0.1})
 
 
 def test_a_change_that_helps_single_tokens_by_chance_explains_none() -> None:
     base, noisy = constant(0.2), constant(0.4)
     noisy[3] = 0.0
-    found = attributed({AS_TRAINED: base, "dropout": noisy, LEFT: base}, [Factor("dropout", BASE)])
+    found = attributed({AS_TRAINED: base, "noise": noisy, LEFT: base}, [Factor("noise", BASE)])
     assert {token.explained_by for token in found.worst} == {"no single change"}
+    helps = {AS_TRAINED: base, "dropout": constant(0.01), LEFT: base}
+    assert {token.explained_by for token in attributed(helps, [Factor("dropout", BASE, may_explain=False)]).worst} == {
+        "no single change"
+    }
+
+
+def test_beside_a_fault_a_token_may_be_explained_by_what_else_is_undone() -> None:
+    """The first token is mostly stale, the others are the fault's."""
+    base, fresh = constant(0.3), constant(0.2)
+    base[5], fresh[5] = 3.0, 0.2
+    d = {AS_TRAINED: base, "staleness 0": fresh, LEFT: fresh, "swapped": constant(0.0)}
+    first, *others = attributed(d, [Factor("staleness 0", BASE)], [SWAPPED]).worst
+    assert first.explained_by == "staleness 0" and first.share == pytest.approx(2.8 / 3)
+    assert {token.explained_by for token in others} == {"swapped"} and others[0].share == pytest.approx(2 / 3)
 
 
 def test_the_fault_whose_undoing_leaves_least_is_named() -> None:
