@@ -30,7 +30,11 @@ PANELS = (
     Panel("|Δ log p| at equal weights (probes)", {"probe/abs_dlogp_mean": "mean", "probe/abs_dlogp_max": "largest"}, logarithmic=True),
     Panel("Ratio p_trainer / p_rollout", {"ratio_mean": "mean", "ratio_p01": "1 % quantile", "ratio_p50": "median", "ratio_p99": "99 % quantile"}),
     Panel("Singletons", {"singleton_share": "share of the trained tokens"}),
-    Panel("Keep-set size", {"keep_set_size_mean": "mean"}, "ids"),
+    Panel(
+        "Keep-set size",
+        {"keep_set_size_mean": "mean", "keep_set_size_p50": "median", "keep_set_size_p99": "99 % quantile", "keep_set_size_max": "largest"},
+        "ids", logarithmic=True,
+    ),
     Panel("Staleness", {"staleness_mean": "mean", "staleness_max": "largest"}, "versions"),
     Panel("Gradient norm", {"grad_norm": "before clipping"}, logarithmic=True),
     Panel("Clipped and masked", {"clip_fraction": "clipped", "masked_fraction": "masked", "ratio_off_share": "ratio far from 1"}, "share of the tokens"),

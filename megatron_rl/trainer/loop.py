@@ -31,6 +31,7 @@ from megatron_rl.trainer.publisher import Publisher
 from megatron_rl.trainer.ranks import gather, gather_on_first, meet, share, the_rank
 from megatron_rl.trainer.saving import load_checkpoint, save_checkpoint, write_policy
 from megatron_rl.trainer.scored import KeepsLogProbs, completion_scores, shown_entries
+from megatron_rl.trainer.set_sizes import set_size_counts, set_size_quantiles
 from megatron_rl.trainer.steering import Steering, steering_from_environment
 from megatron_rl.trainer.supervised import SupervisedStart
 from megatron_rl.wire.control import Order, SavedReport, StepReport
@@ -143,7 +144,7 @@ class Trainer:
         metrics = _over_updates(updates)
         updated = time.perf_counter()
         self.scores = self._shown_scores(parts, batches, keeping)
-        metrics |= self._ratio_quantiles(keeping)
+        metrics |= self._ratio_quantiles(keeping) | self._set_sizes(batches)
         metrics["own_s"] += time.perf_counter() - updated
         if self.config.fingerprints:
             metrics["fingerprint_s"] = self._take_fingerprint()
@@ -215,6 +216,12 @@ class Trainer:
                 counts += of_microbatch
         dist.all_reduce(counts)
         return ratio_quantiles(counts)
+
+    def _set_sizes(self, batches: list[list[Microbatch]]) -> dict[str, float]:
+        """Quantiles over the step's loss tokens; a collective. All ranks of a replica know its microbatches: one speaks."""
+        coords = self.groups.coords
+        own = [m for batch in batches for m in batch] if coords.tp == coords.cp == coords.pp == 0 else []
+        return set_size_quantiles(gather_on_first(set_size_counts(own)) or ())
 
     @property
     def _speaks_of_loss(self) -> bool:
