@@ -16,14 +16,15 @@ class Dealer:
 
     def __init__(self, state: RunState, fleet: Fleet, groups_per_server: int):
         self._state, self._fleet, self._groups_per_server = state, fleet, groups_per_server
-        self._worker_hosts: set[str] = set()
+        self._workers: dict[str, str] = {}
+        """Name to host."""
 
     def deal(self, request: WorkRequest, probe: Probe | None) -> tuple[GroupTask, ...]:
         """Probes first, since the trainer waits for them; then groups, each to the ready server with the fewest in flight."""
-        self._worker_hosts.add(request.host)
+        self._workers[request.worker] = request.host
 
         def serves(server_host: str) -> bool:
-            return server_host == request.host or server_host not in self._worker_hosts
+            return server_host == request.host or server_host not in self._workers.values()
 
         tasks: list[GroupTask] = []
         while probe and len(tasks) < request.slots and (task := probe.take(lambda url: serves(host_of(url)))):
@@ -36,3 +37,14 @@ class Dealer:
                 break
             tasks.append(self._state.begin(server.url, server.version))
         return tuple(tasks)
+
+    def lose_worker(self, name: str, probe: Probe | None) -> int:
+        """A worker is gone: what is in flight on servers that it served is drawn again. Returns the number of groups."""
+        host = self._workers.pop(name, None)
+        remaining, lost = self._workers.values(), 0
+        for server in self._fleet.servers:
+            if server.url and (server.host == host or server.host not in remaining):
+                lost += self._state.lose_server(server.url)
+                if probe:
+                    probe.lose_server(server.url)
+        return lost

@@ -339,12 +339,15 @@ class Orchestrator:
         return str(self._failure or "")
 
     async def _watch(self, processes: list[Process]) -> None:
-        """A process that ends ends the run, except one that was told to stop and left well, and the trainer, which starts again."""
+        """A process that ends ends the run, except one that was told to stop and left well, the trainer, which starts again, and a worker
+        that is not the last one."""
         while True:
             for process in processes:
                 status = process.poll()
                 if status is None or (self.stop_requested and status == 0):
                     continue
+                if not self.stop_requested and self._goes_on_without(process, processes):
+                    break
                 if not is_rank(process) or self.stop_requested:
                     self.fail(process.failure())
                 elif reason := self.ranks.why_not_again():
@@ -354,6 +357,16 @@ class Orchestrator:
                     break
                 await self._changed.tell()
             await asyncio.sleep(0.2)
+
+    def _goes_on_without(self, dead: Process, processes: list[Process]) -> bool:
+        """Whether the dead one is a worker among others, which then sample again what it had begun."""
+        others = [p for p in processes if p.name.startswith("worker") and p.poll() is None]
+        if not dead.name.startswith("worker") or not others:
+            return False
+        processes.remove(dead)
+        lost = self._dealer.lose_worker(dead.name, self._probe)
+        self.observe.event(f"{dead.failure()}\n  the other workers go on; {lost} groups are drawn again")
+        return True
 
     async def _start_trainer_again(self, processes: list[Process], dead: Process) -> None:
         _, begin = restore(self.config, self.folder, self.observe.event)

@@ -7,11 +7,8 @@ import json
 import pytest
 
 from megatron_rl.orchestrator import RunFailed, RunState, restore
-from megatron_rl.wire.control import (
-    Meeting,
-    MeetRequest,
-)  # fmt: skip
-from tests.unit.orchestrator.world import World, config, sampled
+from megatron_rl.wire.control import Meeting, MeetRequest, WorkOrder, WorkRequest
+from tests.unit.orchestrator.world import FakeChild, World, config, sampled
 
 
 def test_a_trainer_that_dies_starts_again_and_does_the_recorded_steps_again(tmp_path, monkeypatch):
@@ -50,6 +47,39 @@ def test_a_step_that_cannot_be_done_again_is_named(tmp_path):
     failure = failure_of(world, killed_at=3)
     assert "step 2 cannot be done again: " in failure and "spool/rollouts/g" in failure
     assert "its rollouts have to be sampled again; --resume draws anew from there on" in failure
+
+
+def test_a_worker_that_dies_is_gone_and_the_others_sample_again_what_it_had_begun(tmp_path):
+    world = World(tmp_path, config(tmp_path))
+    lost, other = FakeChild("worker-0"), FakeChild("worker-1")
+
+    async def take_and_die():
+        tasks = []
+        while all(task.probe for task in tasks):
+            tasks = (await world.post("/work", WorkRequest("worker-0", slots=2, wait_s=0.2), WorkOrder)).tasks
+        lost.status = -9
+
+    async def scenario():
+        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+            group.create_task(world.orchestrator.run([world.trainer, lost, other], world.start_trainer))
+            group.create_task(world.train())
+            await take_and_die()
+            await world.work(lambda task: sampled(world, task))
+
+    asyncio.run(scenario())
+    assert world.observer.steps == list(range(6))
+    assert any("worker-0 ended with status -9" in event and "2 groups are drawn again" in event for event in world.observer.events)
+    ledger = world.orchestrator.state.ledger
+    ledger.check()
+    assert ledger.trained_prompts == 6 * 3 and ledger.discarded["interrupted"] == 2
+
+
+def test_the_last_worker_ends_the_run(tmp_path):
+    world = World(tmp_path, config(tmp_path))
+    alone = FakeChild("worker-0")
+    alone.status = -9
+    with pytest.raises(RunFailed, match="worker-0 ended with status -9"):
+        asyncio.run(world.orchestrator.run([world.trainer, alone], world.start_trainer))
 
 
 def test_the_ranks_meet_where_the_first_says_and_those_of_the_next_life_elsewhere(tmp_path, monkeypatch):
