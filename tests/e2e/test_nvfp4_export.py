@@ -113,7 +113,7 @@ def check(found: dict[str, Tensor], source: Path, selection: Selection) -> None:
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= whole.keys()
     assert any(name.endswith((".gate.weight", "model.norm.weight")) for name in whole)
     for name, tensor in whole.items():
-        assert torch.equal(tensor, plain[name].to(torch.bfloat16)), name
+        assert torch.equal(tensor, plain[name].to(tensor.dtype)), name  # GLM keeps its router in fp32
 
 
 @pytest.mark.parametrize("layout", [pytest.param("modelopt", marks=pytest.mark.slow), "compressed-tensors"])
