@@ -153,13 +153,12 @@ class HfCheckpointWriter:
             write_json(self._partial.path / INDEX_FILE, self._index())
 
     def _index(self) -> dict[str, Any]:
-        return {
-            "metadata": {
-                "total_parameters": sum(torch.Size(s.shape).numel() for name, s in self._specs.items() if not name.endswith(_BUFFER)),
-                "total_size": sum(spec.num_bytes for spec in self._specs.values()),
-            },
-            "weight_map": {name: self._places[name].file.name for name in self._specs},
-        }
+        metadata = {"total_size": sum(spec.num_bytes for spec in self._specs.values())}
+        if "quantization_config" not in self._config:  # the elements of packed weights and scales are no parameters
+            metadata["total_parameters"] = sum(
+                torch.Size(s.shape).numel() for name, s in self._specs.items() if not name.endswith(_BUFFER)
+            )
+        return {"metadata": metadata, "weight_map": {name: self._places[name].file.name for name in self._specs}}
 
     def _finish(self) -> None:
         if names := sorted(self.pending):
