@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers.masking_utils import create_causal_mask
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
+from megatron_rl.layouts import ParameterTable
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import Setting
 from tests.distributed.engine.mtp_cases import (
@@ -24,8 +23,8 @@ from tests.distributed.engine.mtp_cases import (
     saved_and_resumed,
     stepped,
 )
-from tests.distributed.engine.oracle import hugging_face
-from tests.distributed.engine.subject import CONFIGS, rollouts_of, weights_of
+from tests.distributed.engine.mtp_oracle import expected_ahead
+from tests.distributed.engine.subject import CONFIGS, weights_of
 from tests.distributed.engine.test_parity import (
     GRADIENT,
     STEP,
@@ -88,7 +87,7 @@ def test_every_layout_trains_the_same_layer(single, four: World, name: str) -> N
 
 
 def test_loss_and_gradients_are_those_of_transformers_layer(single) -> None:
-    loss, gradients = judged()
+    loss, gradients = expected_ahead(MODEL, LAYER)
     found = single("trained")
     assert found.metrics["mtp_loss_1"] == pytest.approx(loss, rel=1e-5)
     assert gradients.keys() == of_mtp(found.gradients).keys()
@@ -98,56 +97,6 @@ def test_loss_and_gradients_are_those_of_transformers_layer(single) -> None:
     assert worst[0] < GRADIENT, worst
     moved = {name for name, weight in weights_of(MODEL).items() if name in MTP and not torch.equal(weight, found.weights[name])}
     assert moved == {name for name, gradient in gradients.items() if gradient.any()}
-
-
-def judged() -> tuple[float, dict[str, Tensor]]:
-    """Mean loss, and gradients of its sum over the step's loss tokens, by transformers in float64."""
-    oracle, weights = hugging_face(MODEL), weights_of(MODEL)
-    config, body = oracle.model.config, oracle.model.model
-    own = {name.removeprefix(LAYER): weights[name].double() for name in weights if name.startswith(LAYER)}
-    join, norms = torch.nn.Parameter(own.pop("eh_proj.weight")), {}
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        norms[name] = DeepseekV3RMSNorm(config.hidden_size, config.rms_norm_eps).double()
-        norms[name].weight.data = own.pop(f"{name}.weight")
-    layer = DeepseekV3DecoderLayer(config, config.num_hidden_layers - 1).double().eval()
-    stacked = {
-        "mlp.experts.gate_up_proj": torch.stack([
-            torch.cat([own.pop(f"mlp.experts.{number}.{part}_proj.weight") for part in ("gate", "up")])
-            for number in range(config.n_routed_experts)
-        ]),
-        "mlp.experts.down_proj": torch.stack([own.pop(f"mlp.experts.{number}.down_proj.weight") for number in range(config.n_routed_experts)]),
-    }  # fmt: skip
-    layer.load_state_dict(own | stacked)
-    total, count, tokens = torch.zeros((), dtype=torch.float64), 0, 0
-    for member in rollouts_of(MODEL):
-        r = member.rollout
-        ids = torch.cat([torch.from_numpy(part).long() for part in (r.prompt_ids, r.completion_ids)])[None]
-        with torch.no_grad(), oracle._choices(ids.shape[1], r.routed_experts):
-            hidden = body(input_ids=ids, use_cache=False).last_hidden_state
-        following = body.embed_tokens(ids.roll(-1, dims=1)).detach()
-        places = torch.arange(ids.shape[1])[None]
-        joined = torch.cat([norms["enorm"](following), norms["hnorm"](hidden)], dim=-1) @ join.T
-        mask = create_causal_mask(config, joined, attention_mask=None, past_key_values=None, position_ids=places)
-        out = layer(joined, attention_mask=mask, position_ids=places, position_embeddings=body.rotary_emb(joined, places))
-        log_probs = (norms["shared_head.norm"](out) @ oracle.model.lm_head.weight.T)[0].log_softmax(-1)
-        first = len(r.prompt_ids)
-        counted = [place for place, wanted in enumerate(r.loss_mask.tolist(), start=first) if wanted and place >= 2]
-        total = total - sum(log_probs[place - 2, ids[0, place]] for place in counted)
-        count, tokens = count + len(counted), tokens + int(r.loss_mask.sum())
-    (total / tokens).backward()
-    gradients = {LAYER + "eh_proj.weight": join.grad} | {f"{LAYER}{name}.weight": norm.weight.grad for name, norm in norms.items()}
-    for name, parameter in layer.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if name == "mlp.experts.gate_up_proj":
-            for number, both in enumerate(gradient):
-                for part, half in zip(("gate", "up"), both.chunk(2), strict=True):
-                    gradients[f"{LAYER}mlp.experts.{number}.{part}_proj.weight"] = half
-        elif name == "mlp.experts.down_proj":
-            gradients |= {f"{LAYER}mlp.experts.{number}.down_proj.weight": one for number, one in enumerate(gradient)}
-        else:
-            gradients[LAYER + name] = gradient
-    bias = LAYER + "mlp.gate.e_score_correction_bias"
-    return float(total.detach()) / count, gradients | {bias: torch.zeros_like(weights[bias])}
 
 
 def test_it_learns_and_checkpoints_hold_it(four: World, tmp_path: Path) -> None:
@@ -167,12 +116,18 @@ def test_weights_come_back_to_the_bit(four: World) -> None:
 
 def test_muon_trains_it_too(one: World, four: World) -> None:
     muon = {"optimizer": {"name": "muon", "muon": {"round_mib": 1}}}
-    wanted, found = one.run(stepped, Setting(MODEL), "trained", muon)[0], four.run(stepped, FOUR["tp2 pp2 ep2"], "trained", muon)[0]
+    wanted, found = (
+        one.run(stepped, Setting(MODEL), "trained", muon)[0],
+        four.run(stepped, FOUR["tp2 pp2 ep2"], "trained", muon)[0],
+    )
     before = weights_of(MODEL)
-    moved = {name: weight - before[name] for name, weight in of_mtp(wanted.weights).items() if weight.dim() == 2}
-    for name, update in moved.items():
-        if update.any():
-            assert (found.weights[name] - wanted.weights[name]).norm() < 2e-3 * update.norm(), name
+    matrices = {
+        t.name for p in ParameterTable(CONFIGS[MODEL], with_mtp=True).parameters if p.role.has_matrices for t in p.hf
+    } & MTP
+    moved = [name for name in matrices if not torch.equal(wanted.weights[name], before[name])]
+    assert LAYER + "eh_proj.weight" in moved
+    for name in moved:  # tolerance: as in test_muon
+        assert (found.weights[name] - wanted.weights[name]).norm() < 2e-3 * (wanted.weights[name] - before[name]).norm(), name
 
 
 def test_a_model_without_such_layers_is_told(one: World) -> None:
