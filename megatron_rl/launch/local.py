@@ -28,6 +28,7 @@ def run_locally(config: Config, folder: RunFolder, resume: bool) -> None:
 def lay_ready(config: Config, folder: RunFolder) -> None:
     """The run's folder with its configuration, its model and an empty spool, private to the user."""
     folder.create(config)
+    folder.job_file.unlink(missing_ok=True)  # a run that was a job of Slurm, and goes on here
     prepare_model(folder.config_file, folder.model)
     Spool(folder.path).create()
 
