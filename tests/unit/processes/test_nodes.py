@@ -109,6 +109,17 @@ def test_the_end_of_an_agent_is_the_end_of_its_processes(tmp_path):
     assert not Path(f"/proc/{int(log.read_text())}").exists()
 
 
+def test_an_agent_with_another_key_is_refused():
+    async def scene():
+        listener = listen("127.0.0.1")
+        place = OrchestratorPlace("1.0", "here", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        async with serving(control_app(KEY, Nodes({}).handlers, lambda: Status(0, 0, {})), listener):
+            await Agent("trainer", 0, place, "x" * 32, "127.0.0.1", ()).run()
+
+    with pytest.raises(ProcessError, match="/node: HTTP 401: .*this run's key"):
+        asyncio.run(scene())
+
+
 def test_an_answer_that_was_lost_is_given_again():
     async def scene():
         nodes = Nodes({"trainer": 1})
