@@ -19,7 +19,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-arms=a,b,c,d,e seeds=1,2,3 steps=120 folder=runs/evidence
+arms=a,b,c,d,e seeds=1,2,3 steps=80 folder=runs/evidence
 usage() { sed -n '2,/^set /{s/^# \{0,1\}//;/^set /!p}' scripts/evidence.sh; }
 while (($#)); do
     case $1 in
@@ -49,8 +49,9 @@ overrides_of() {
         g) echo --precision.rollouts nvfp4 --weight_sync.probe_tolerance 100.0 ;; # that the probes differ is what is to be seen
     esac
 }
-steps_done() { grep -c '"phase": "train"' "$folder/$1/metrics.jsonl" 2>/dev/null || true; }
-finished() { [[ $(steps_done "$1") -ge $2 && -f $folder/$1/summary.json ]]; }
+# A run that ends, whole or stopped, leaves its number of steps in summary.json.
+steps_done() { sed -n 's/.*"steps": \([0-9]*\).*/\1/p' "$folder/$1/summary.json" 2>/dev/null || true; }
+finished() { [[ $(steps_done "$1") -ge $2 ]]; }
 
 # train NAME STEPS OVERRIDES...: begins the run, or goes on with it where it was interrupted. Its output goes to FOLDER/NAME.log.
 train() {
@@ -71,8 +72,10 @@ names=()
 for seed in ${seeds//,/ }; do for arm in ${arms//,/ }; do names+=("$arm-seed$seed"); done; done
 left=()
 for name in "${names[@]}"; do finished "$name" "$steps" || left+=("$name"); done
-echo "evidence: ${#left[@]} of ${#names[@]} runs to do, about $(( ${#left[@]} * (45 + 2 * steps) / 60 )) minutes on two quiet cores"
+echo "evidence: ${#left[@]} of ${#names[@]} runs to do, about $(( ${#left[@]} * (60 + 3 * steps / 2) / 60 )) minutes on two quiet cores"
 
+# Ctrl-C reaches the run too, which saves and leaves; without this the next one would begin.
+trap 'echo "evidence: stopped; the same command goes on from here"; exit 130' INT TERM
 number=0
 for name in "${left[@]}"; do
     number=$((number + 1)) began=$SECONDS
