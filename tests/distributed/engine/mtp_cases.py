@@ -27,9 +27,10 @@ class Stepped:
     for_servers: list[str]
 
 
-def stepped(rank: int, setting: Setting, mtp: str, sections: dict[str, Any] | None = None) -> Stepped:
+def stepped(rank: int, setting: Setting, mtp: str, optimizer: dict[str, Any] | None = None) -> Stepped:
+    """AdamW's epsilon is above the rounding of the gradients: one that is about epsilon may take a step of either size."""
     with laid_out(setting) as groups:
-        run = Run(groups, setting, model={"mtp": mtp}, **(sections or {}))
+        run = Run(groups, setting, model={"mtp": mtp}, optimizer={"epsilon": 1e-6, **(optimizer or {})})
         log_probs, gradients, metrics = run.log_probs(), run.gradients(), run.step()
         for_servers = [info.name for info in run.engine.rollout_tensors().metadata]
         assert [name for name, _ in run.engine.rollout_tensors()] == for_servers

@@ -115,7 +115,7 @@ def test_weights_come_back_to_the_bit(four: World) -> None:
 
 
 def test_muon_trains_it_too(one: World, four: World) -> None:
-    muon = {"optimizer": {"name": "muon", "muon": {"round_mib": 1}}}
+    muon = {"name": "muon", "muon": {"round_mib": 1}}
     wanted, found = (
         one.run(stepped, Setting(MODEL), "trained", muon)[0],
         four.run(stepped, FOUR["tp2 pp2 ep2"], "trained", muon)[0],
