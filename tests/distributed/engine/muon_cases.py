@@ -14,7 +14,7 @@ from tests.distributed.engine.cases import Run, Setting, laid_out
 from tests.distributed.engine.step_cases import without_loss
 
 Weights = dict[str, Tensor]
-MUON: dict[str, Any] = {"name": "muon", "weight_decay": 0.1, "muon": {"round_mib": 1}}
+MUON: dict[str, Any] = {"name": "muon", "weight_decay": 0.1, "epsilon": 1e-6, "muon": {"round_mib": 1}}
 
 
 @dataclass(frozen=True)
