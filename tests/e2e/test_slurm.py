@@ -158,8 +158,8 @@ def test_a_lost_node_costs_at_most_a_life_of_the_job(submitted, tmp_path, group)
     """The last node of the role: of the trainer the one without the orchestrator."""
     job = submitted(tmp_path / "node", *TWO_AND_TWO)
     after_step(3)(job.folder)
-    row = job.call("squeue", "--noheader", f"--jobs={job.number}+{group}", "--format=%N").strip()
-    node = job.call("scontrol", "show", "hostnames", row).split()[-1]
+    nodes = dict(row.split() for row in job.call("squeue", "--noheader", "--me", "--format=%i %N").splitlines())
+    node = job.call("scontrol", "show", "hostnames", nodes[f"{job.number}+{group}"]).split()[-1]
     job.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")  # it comes back by itself (ReturnToService)
     job.wait()
     assert_nothing_was_lost(job)
