@@ -1,11 +1,12 @@
 """The typed configuration of a run: one TOML file, no hidden defaults, unknown keys refused."""
 
-from megatron_rl.config.folder import RunFolder, check_startable, run_folder
+from megatron_rl.config.folder import RunFolder, check_own_config, check_startable, run_folder
 from megatron_rl.config.reader import ConfigError, check_tree, load_config, parse_overrides, read_tree, to_toml
+from megatron_rl.config.resume import changes_on_resume
 from megatron_rl.config.sections import RoleNodes
 from megatron_rl.config.tree import Config
 
 __all__ = [
-    "Config", "ConfigError", "RoleNodes", "RunFolder", "check_startable", "check_tree", "load_config", "parse_overrides", "read_tree",
+    "Config", "ConfigError", "RoleNodes", "RunFolder", "changes_on_resume", "check_own_config", "check_startable", "check_tree", "load_config", "parse_overrides", "read_tree",
     "run_folder", "to_toml",
 ]  # fmt: skip

@@ -1,5 +1,11 @@
-"""The folder of a run: where each thing lies."""
+"""The folder of a run: where each thing lies, and who works in it."""
 
+import fcntl
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +15,7 @@ from megatron_rl.config.tree import Config
 
 @dataclass(frozen=True)
 class RunFolder:
-    """RUN/: config.toml, model/, spool/, checkpoints/, logs/, metrics.jsonl, tensorboard/, rollouts/, scores/, fingerprints/, replays/,
+    """RUN/: lock, config.toml, model/, spool/, checkpoints/, logs/, metrics.jsonl, tensorboard/, rollouts/, scores/, fingerprints/, replays/,
     attributions/, status.json, requests/, summary.json, export/, and of a job job.sbatch, job.json, lives.json, orchestrator.json."""
 
     path: Path
@@ -17,6 +23,11 @@ class RunFolder:
     @property
     def config_file(self) -> Path:
         return self.path / "config.toml"
+
+    @property
+    def lock_file(self) -> Path:
+        """Locked by the process that runs the run, which it names."""
+        return self.path / "lock"
 
     @property
     def model(self) -> Path:
@@ -116,14 +127,46 @@ class RunFolder:
         """The resolved configuration that the run was started with."""
         return load_config(self.config_file)
 
-    def create(self, config: Config) -> None:
-        """Make the folder, private to the user, and write the resolved configuration."""
+    def make(self) -> None:
+        """The empty folder, private to the user."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.path.chmod(0o700)  # whatever made it: what lies in it is nobody else's to read
+
+    def create(self, config: Config) -> None:
+        """Make the folder and write the resolved configuration: from here on it holds a run. A former configuration that said otherwise
+        stays beside it."""
+        self.make()
         self.logs.mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
         self.requests.mkdir(exist_ok=True, mode=0o700)
-        self.config_file.write_text(to_toml(config))
+        text = to_toml(config)
+        if self.config_file.exists() and self.config_file.read_text() != text:
+            step, _ = self.latest_checkpoint() or (0, None)
+            shutil.copyfile(self.config_file, self.path / f"config.before_step_{step:06d}.toml")
+        aside = self.path / ".config.toml.part"
+        aside.write_text(text)
+        aside.replace(self.config_file)
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Inside, this process alone runs the run; the claim ends with the process, however it ends. Raises ConfigError that names who
+        holds it."""
+        self.make()
+        with open(self.lock_file, "a+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                raise ConfigError(
+                    f"{self.path} is in use by {lock.read().strip() or 'another process'}: `megatron-rl stop {self.path}` ends that run, "
+                    "--run.name OTHER starts another one"
+                ) from None
+            except OSError:
+                pass  # a filesystem without locks
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            lock.flush()
+            yield
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
@@ -143,9 +186,24 @@ def run_folder(config: Config) -> RunFolder:
 
 
 def check_startable(folder: RunFolder, resume: bool) -> None:
-    """Raise ConfigError when a new run would overwrite an old one, or when there is nothing to resume."""
+    """Raise ConfigError when a new run would overwrite an old one or what else lies in its folder, or when there is nothing to resume."""
     exists = folder.config_file.exists()
     if exists and not resume:
         raise ConfigError(f"{folder.path} holds a run already: --resume goes on with it, --run.name OTHER starts another")
     if resume and not exists:
         raise ConfigError(f"{folder.path} holds no run to resume: start it without --resume, or name its folder with --run.folder and --run.name")
+    if not exists and folder.path.is_dir() and (foreign := [p.name for p in folder.path.iterdir() if p != folder.lock_file]):
+        raise ConfigError(
+            f"{folder.path} holds no run, but {', '.join(sorted(foreign)[:5])}: a run takes a folder of its own; "
+            "empty it, or choose another by --run.name"
+        )
+
+
+def check_own_config(file: Path, folder: RunFolder) -> None:
+    """Raise ConfigError where `file` is the configuration of one run and names the folder of another: a copy, or one that was moved."""
+    own = RunFolder(file.absolute().parent)
+    if file.name == own.config_file.name and own.lock_file.exists() and own.path.resolve() != folder.path.resolve():
+        raise ConfigError(
+            f"{file} is the configuration of the run in {own.path}, but names {folder.path.absolute()}: to go on in the former, "
+            f"add --run.folder {own.path.parent} --run.name {own.path.name}; to go on in the latter, give that one's config.toml"
+        )

@@ -180,7 +180,8 @@ class Rollouts(Section):
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
     max_staleness: NonNegative = 2
     """The most policy versions between the sampling of a token and the step that consumes it."""
-    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """From 0.01: below it vLLM samples at 0.01, which would be another policy than the one that the trainer scores."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
     top_k: NonNegative = 64
     """0: no limit, which full sampling alone (top_p = 1) can have: a keep-set comes whole only when its size is bounded."""

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_rl.config import ConfigError, RunFolder, check_startable, load_config, run_folder
+from megatron_rl.config import ConfigError, RunFolder, check_own_config, load_config, run_folder
 from megatron_rl.processes import PortError, ProcessError
 
 app = typer.Typer(
@@ -50,7 +50,7 @@ def train(
             typer.echo(dry_run_text(loaded))
             return
         folder = run_folder(loaded)
-        check_startable(folder, resume)
+        check_own_config(config, folder)
         run_locally(loaded, folder, resume)
 
 

@@ -6,38 +6,58 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_rl.batching import Spool
-from megatron_rl.config import Config, ConfigError, RunFolder, run_folder, to_toml
+from megatron_rl.config import Config, ConfigError, RunFolder, changes_on_resume, check_startable, run_folder, to_toml
 from megatron_rl.launch.machines import ThisMachine
 from megatron_rl.launch.run import run
+from megatron_rl.metrics import check_sinks
 from megatron_rl.orchestrator import server_process, trainer_processes, worker_process
-from megatron_rl.processes import check_port, dying_with_me
+from megatron_rl.processes import check_host, check_port, dying_with_me
 from megatron_rl.tasks import load_task
 
 
 def run_locally(config: Config, folder: RunFolder, resume: bool) -> None:
     """Train until the last step, Ctrl-C, or a failure. Raises RunFailed, or ValueError when the run could not be started."""
     check_before_start(config)
-    lay_ready(config, folder)
-    stop_signals = (signal.SIGINT, signal.SIGTERM)
-    asyncio.run(run(config, folder, ThisMachine(config, folder), resume=resume, stop_signals=stop_signals))
+    check_startable(folder, resume)
+    with folder.claimed():
+        check_startable(folder, resume)  # once more: it may have been started just now
+        changes = changes_on_resume(folder, config) if resume else []
+        lay_ready(config, folder)
+        machines = ThisMachine(config, folder)
+        asyncio.run(run(config, folder, machines, resume=resume, stop_signals=stop_signals(), changes=changes))
+
+
+def stop_signals() -> list[int]:
+    """Ctrl-C, `megatron-rl stop`, and a terminal that is gone, unless nohup has said that this is nothing to stop for."""
+    ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if ends_with_terminal else [])]
 
 
 def lay_ready(config: Config, folder: RunFolder) -> None:
-    """The run's folder with its configuration, its model and an empty spool, private to the user."""
+    """The run's folder with its model, its configuration and an empty spool, private to the user.
+
+    The configuration is last: what cannot be prepared leaves a run as it was, and its name free where there was none.
+    """
+    folder.make()
+    with _written_aside(config) as file:
+        prepare_model(file, folder.model)
     folder.create(config)
     folder.job_file.unlink(missing_ok=True)  # a run that was a job of Slurm, and goes on here
-    prepare_model(folder.config_file, folder.model)
     Spool(folder.path).create()
 
 
 def check_before_start(config: Config) -> None:
-    """What can be known to fail before anything is started: the task, the reward function, the ports."""
+    """What can be known to fail before anything is started: the task, the reward function, the host and ports, W&B."""
     load_task(config.task, config.run.seed)
+    check_host(config.servers.host, "servers.host")
     for slot in range(config.servers.count if config.servers.first_port else 0):
         check_port(config.servers.host, config.servers.first_port + slot, f"servers.first_port, server {slot}")
+    check_sinks(config)
 
 
 def prepare_model(config_file: Path, model: Path | None) -> dict[str, object]:
@@ -51,10 +71,16 @@ def prepare_model(config_file: Path, model: Path | None) -> dict[str, object]:
 
 def checked_model(config: Config) -> dict[str, object]:
     """What the model is and how the layout cuts it; nothing is laid ready. Raises ConfigError when they do not fit."""
+    with _written_aside(config) as file:
+        return prepare_model(file, None)
+
+
+@contextmanager
+def _written_aside(config: Config) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "config.toml"
         file.write_text(to_toml(config))
-        return prepare_model(file, None)
+        yield file
 
 
 def dry_run_text(config: Config) -> str:

@@ -38,11 +38,12 @@ class RunObserver:
         self._events.flush()
         self._sinks.say(message)
 
-    def summarise(self) -> None:
-        """summary.json and its table; nothing before the first step."""
+    def summarise(self, last_words: str) -> None:
+        """summary.json and its table, which is nothing before the first step; then what the user may do next."""
         summary = write_summary(self._folder.metrics_file, self._folder.summary_file)
         if summary["steps"]:
             print_summary(summary, self._console)
+        (self._console or Console()).print(last_words, soft_wrap=True, highlight=False, markup=False)
 
     def __enter__(self) -> Self:
         return self

@@ -1,5 +1,6 @@
 """`megatron-rl plan`: from a configuration and a number of accelerators to layouts, on the terminal and into the file."""
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -121,6 +122,8 @@ def _print_nearest_feasible(
 
 def request_of(gpus: int, gpu_type: str, node: int, machines: Path | None, trainer_gpus: int | None, top: int) -> Request:
     """ConfigError with everything that is out of range."""
+    if gpus == 0:
+        raise ConfigError("--gpus is missing: how many accelerators trainer and servers have together, such as --gpus 64")
     wrong = [f"--{name} {value}: 1 or more" for name, value in (("gpus", gpus), ("nodes-of", node), ("top", top)) if value < 1]
     if gpus == 1:
         wrong.append("--gpus 1: a trainer and a server need an accelerator each")
@@ -154,8 +157,8 @@ def work_of(config: Config, assumed: Assumed) -> Workload:
         if value is not None and value not in known:
             wrong.append(f"--{name} {value} is not known; known are {', '.join(known)}")
     amounts = {"context": assumed.context, "mean-prompt": assumed.mean_prompt, "mean-response": assumed.mean_response}
-    wrong += [f"--{name} {value}: 1 or more" for name, value in amounts.items() if value is not None and value < 1]
-    if assumed.imbalance < 1:
+    wrong += [f"--{name} {value}: 1 or more" for name, value in amounts.items() if value is not None and not 1 <= value < math.inf]
+    if not 1 <= assumed.imbalance < math.inf:
         wrong.append(f"--imbalance {assumed.imbalance}: the busiest rank has at least the mean, 1.0")
     if wrong:
         raise ConfigError("; ".join(wrong))

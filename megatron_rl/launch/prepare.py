@@ -13,6 +13,7 @@ from megatron_rl.conversion import CheckpointError, HfCheckpoint, make_random_mo
 from megatron_rl.conversion.model_files import read_config
 from megatron_rl.layouts import ParameterTable, Placement
 from megatron_rl.precision import check_cuts, selection_of
+from megatron_rl.tasks import TextEncoder
 from megatron_rl.topology import Layout
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -22,6 +23,8 @@ def prepare(config: Config, folder: Path | None) -> dict[str, object]:
     """Check the model against config and layout and, with a folder, put it there. Raises ValueError that says what does not fit."""
     if config.model.path is None:
         hf_config = dict(config.model.architecture or {})
+        if config.task.chat_template:
+            raise ConfigError("task.chat_template = true: a model from model.architecture has a tokenizer of characters, and no chat template; set it to false")
     else:
         checkpoint = open_checkpoint(config.model.path)
         hf_config = checkpoint.config
@@ -33,8 +36,7 @@ def prepare(config: Config, folder: Path | None) -> dict[str, object]:
             )
         if config.model.mtp == "trained" and not table_of(checkpoint).with_mtp:
             raise ConfigError(f"model.mtp = 'trained': {config.model.path} holds no layer for multi-token prediction; leave model.mtp out")
-        if not (config.model.path / TOKENIZER_FILE).exists():
-            raise ConfigError(f"model.path = {config.model.path}: {TOKENIZER_FILE} is not there; save the tokenizer beside the weights")
+        _check_tokenizer(config.model.path, config, int(hf_config["vocab_size"]))
     described = describe(hf_config, config)
     if folder is not None and not folder.exists():
         if config.model.path is None:
@@ -66,6 +68,16 @@ def describe(hf_config: dict, config: Config) -> dict[str, object]:
         "experts": model.moe.num_experts if model.moe else 0, "experts_per_token": model.moe.top_k if model.moe else 0,
         "vocab_size": model.vocab_size, "mtp_layers": model.num_mtp_layers, "parameters_per_rank_max": max(held), "parameters_per_rank_min": min(held),
     }  # fmt: skip
+
+
+def _check_tokenizer(folder: Path, config: Config, vocab_size: int) -> None:
+    """That prompts can be written and completions can end. Raises ConfigError and TaskError."""
+    if not (folder / TOKENIZER_FILE).exists():
+        raise ConfigError(f"model.path = {folder}: {TOKENIZER_FILE} is not there; save the tokenizer beside the weights")
+    text = TextEncoder(folder, config.task)
+    for what, least in (("the tokenizer's largest id", text.num_tokens), ("eos_token_id", max(text.eos_ids) + 1)):
+        if least > vocab_size:
+            raise ConfigError(f"model.path = {folder}: {what} is {least - 1}, and the model has ids 0..{vocab_size - 1} (vocab_size): they belong to different models")
 
 
 def _elements(shape: tuple[int, ...]) -> int:

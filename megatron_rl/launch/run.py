@@ -1,6 +1,7 @@
 """A run from its start to its end, wherever its processes are: started, steered and stopped by this one process."""
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,12 +24,19 @@ class RunEnd:
     """What stopped it."""
 
 
-async def run(config: Config, folder: RunFolder, machines: Machines, *, resume: bool, stop_signals: Iterable[int]) -> RunEnd:
-    """Until the last step or one of the signals. Raises RunFailed, or ProcessError when the processes could not be started."""
+async def run(
+    config: Config, folder: RunFolder, machines: Machines, *, resume: bool, stop_signals: Iterable[int], changes: Iterable[str] = ()
+) -> RunEnd:
+    """Until the last step or one of the signals. Raises RunFailed, or ProcessError when the processes could not be started.
+
+    changes: in the configuration since the run was last at work.
+    """
     listener = listen(machines.address)
     url = f"http://{machines.address}:{listener.getsockname()[1]}"
     environment = {"MEGATRON_RL_ORCHESTRATOR": url, "MEGATRON_RL_KEY": machines.key, "HF_HUB_OFFLINE": "1"}
     with RunObserver(config, folder) as observer:
+        for change in changes:
+            observer.event(f"changed: {change}")
         state, step = restore(config, folder, observer.event) if resume else (RunState.new(config), 0)
         observer.event(f"keep-sets: {config.keep_set_source}; weights over {config.transport}; device: {config.device}")
         orchestrator = Orchestrator(config, folder, state, machines.fleet(), observer, step)
@@ -48,8 +56,16 @@ async def run(config: Config, folder: RunFolder, machines: Machines, *, resume: 
                 await orchestrator.run(processes, start_trainer_again)
             finally:
                 await machines.stop()
-    observer.summarise()
-    return RunEnd(finished=orchestrator.step >= config.run.steps, signal=stopping.signal)
+    end = RunEnd(finished=orchestrator.step >= config.run.steps, signal=stopping.signal)
+    observer.summarise(_last_words(config, folder, end, orchestrator.step))
+    return end
+
+
+def _last_words(config: Config, folder: RunFolder, end: RunEnd, step: int) -> str:
+    if not end.finished:
+        return f"stopped after step {step} of {config.run.steps}; to go on: megatron-rl train {folder.config_file} --resume"
+    export = f"the trained model, a Hugging Face folder: {folder.export}\n" if config.checkpoint.export else ""
+    return f"{export}to look into the run: megatron-rl report {folder.path}"
 
 
 class _StopOnSignals:
@@ -63,6 +79,8 @@ class _StopOnSignals:
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
 
     def _stop(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
         if self.signal is None:
             self.signal = number
             again = " (again: stop at once)" if number == signal.SIGINT else ""
@@ -72,3 +90,10 @@ class _StopOnSignals:
         for process in self._processes:
             process.kill()
         self._orchestrator.fail("stopped at once, by a second signal; --resume goes on from the last checkpoint")
+
+
+def _leave_terminal() -> None:
+    """The terminal is gone: what would be shown there must not fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)

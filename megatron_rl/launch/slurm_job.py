@@ -30,11 +30,12 @@ STOP = signal.SIGUSR2
 def live(folder: RunFolder) -> int:
     """One life of the job; returns its exit status. Raises RunFailed and ProcessError where the next life may fare better."""
     config = folder.config()
-    count_life(folder, config.slurm.max_lives_without_checkpoint)
-    prepare_model(folder.config_file, folder.model)
-    Spool(folder.path).create()
-    machines = ClusterMachines(config, folder, os.environ["MEGATRON_RL_LIFE"])
-    end = asyncio.run(run(config, folder, machines, resume=True, stop_signals=(signal.SIGUSR1, STOP, signal.SIGTERM)))
+    with folder.claimed():
+        count_life(folder, config.slurm.max_lives_without_checkpoint)
+        prepare_model(folder.config_file, folder.model)
+        Spool(folder.path).create()
+        machines = ClusterMachines(config, folder, os.environ["MEGATRON_RL_LIFE"])
+        end = asyncio.run(run(config, folder, machines, resume=True, stop_signals=(signal.SIGUSR1, STOP, signal.SIGTERM)))
     return FINISHED if end.finished or end.signal == STOP else GO_ON
 
 

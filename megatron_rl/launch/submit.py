@@ -13,7 +13,17 @@ from typing import Any
 
 import jinja2
 
-from megatron_rl.config import Config, ConfigError, RoleNodes, RunFolder, check_startable, check_tree, read_tree, run_folder
+from megatron_rl.config import (
+    Config,
+    ConfigError,
+    RoleNodes,
+    RunFolder,
+    changes_on_resume,
+    check_startable,
+    check_tree,
+    read_tree,
+    run_folder,
+)
 from megatron_rl.launch.cluster import ranks_per_node
 from megatron_rl.launch.local import checked_model
 from megatron_rl.launch.slurm import Job, call_slurm, job_of, job_state
@@ -67,6 +77,8 @@ def submit(job: Submission) -> str:
     if (earlier := job_of(job.folder)) and (state := job_state(earlier)):
         raise ConfigError(f"{job.folder.path}: its job {earlier.number} is {state}; `megatron-rl stop {job.folder.path}` ends it")
     checked_model(job.config)
+    if job.folder.config_file.exists():
+        changes_on_resume(job.folder, job.config)
     job.folder.create(job.config)
     job.folder.lives_file.unlink(missing_ok=True)
     job.folder.job_script.write_text(job.script)

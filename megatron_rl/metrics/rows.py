@@ -45,7 +45,8 @@ class JsonLines:
 
 
 def read_rows(path: Path, phase: Phase = "train") -> list[Row]:
-    """The rows of a phase by rising step; of one done again by a resumed run the last. A line cut by a crash is passed over."""
+    """The rows of a phase by rising step; of one done again by a resumed run the last. A line that is no whole row, such as one cut by a
+    crash, is passed over."""
     rows: dict[int, Row] = {}
     for line in path.read_bytes().splitlines():
         row = _parse(line)
@@ -62,10 +63,11 @@ def series(rows: Sequence[Row], name: str) -> list[float]:
 def _parse(line: bytes) -> Row | None:
     try:
         record = json.loads(line)
-        head = {key: record.pop(key) for key in ("phase", "step", "seconds", "time")}
+        head = {key: kind(record.pop(key)) for key, kind in (("phase", str), ("step", int), ("seconds", float), ("time", float))}
+        values = {name: float("nan") if value is None else float(value) for name, value in record.items()}
     except (ValueError, KeyError, AttributeError, TypeError):
         return None
-    return Row(**head, values={name: float("nan") if value is None else float(value) for name, value in record.items()})
+    return Row(**head, values=values)
 
 
 def _ends_with_newline(path: Path) -> bool:

@@ -1,6 +1,8 @@
 """Where a run's metrics go: all the sinks that the config asks for, behind one object."""
 
+import importlib.util
 import math
+import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -16,8 +18,17 @@ from megatron_rl.metrics.rows import JsonLines, Phase, Row
 from megatron_rl.metrics.tensorboard import TensorBoardFile
 
 
-class SinkError(RuntimeError):
+class SinkError(ValueError):
     """A sink that the config asks for and that cannot be opened."""
+
+
+def check_sinks(config: Config) -> None:
+    """Raise SinkError when W&B is asked for and not installed."""
+    if config.metrics.wandb_project and "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
+        raise SinkError(
+            f"metrics.wandb_project = '{config.metrics.wandb_project}' needs the package wandb: pip install wandb, or leave "
+            "metrics.wandb_project out"
+        )
 
 
 class Sink(Protocol):
@@ -44,13 +55,8 @@ class WeightsAndBiases:
     """A W&B run; a resumed run goes on in it, since its id lies in the run's folder."""
 
     def __init__(self, config: Config, folder: RunFolder):
-        try:
-            import wandb
-        except ImportError as error:
-            raise SinkError(
-                f"metrics.wandb_project = '{config.metrics.wandb_project}' needs the package wandb: "
-                "pip install 'megatron-rl[wandb]', or leave metrics.wandb_project out"
-            ) from error
+        import wandb
+
         id_file = folder.path / "wandb_id"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex)
@@ -71,7 +77,7 @@ class Sinks:
     """One row a step to every sink and to the display. Close it on every way out: the live display owns the terminal."""
 
     def __init__(self, config: Config, folder: RunFolder, console: Console | None = None):
-        """Raises SinkError when W&B is asked for and not installed."""
+        check_sinks(config)
         self._sinks: list[Sink] = [JsonLines(folder.metrics_file)]
         if config.metrics.tensorboard:
             self._sinks.append(TensorBoard(folder))

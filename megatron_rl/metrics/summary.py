@@ -79,13 +79,37 @@ def write_summary(metrics_file: Path, summary_file: Path) -> dict[str, float]:
     return summary
 
 
+_MEANING = {
+    "reward_first10": "mean of the first ten steps",
+    "reward_last10": "mean of the last ten steps",
+    "entropy_first10": "nats, over the keep-sets",
+    "keep_set_coverage": "share of the trained tokens with a keep-set",
+    "routing_coverage": "share of the tokens with routes",
+    "singleton_share": "share of the trained tokens whose keep-set has one id",
+    "staleness_mean": "weight updates between sampling and training",
+    "abs_dlogp_mean": "probes, at equal weights: |log p trainer - log p server|",
+    "ratio_mean": "probes, at equal weights",
+    "train_mismatch_kl_k1": "training batches, whose weights are some updates old",
+    "train_abs_dlogp_mean": "training batches",
+    "train_ratio_mean": "training batches",
+    "overhead_share": "of a step: neither Megatron, optimizer, waiting nor weight update",
+    "trainer_tokens_per_s": "while the trainer works",
+    "rollout_tokens_per_s": "sampled, over the whole time",
+    "wall_time_s": "from the first worker to the last step",
+    "num_tokens": "trained, prompts included",
+    "tokens_per_s": "trained, over the whole time",
+    "sync_bytes": "of one weight update to one server",
+}
+
+
 def print_summary(summary: dict[str, float], console: Console | None = None) -> None:
     """The table at a run's end."""
     table = Table(title="Summary", show_header=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
+    table.add_column(style="dim")
     for key, value in summary.items():
-        table.add_row(key, f"{value:.6g}")
+        table.add_row(key, f"{value:.6g}", _MEANING.get(key, ""))
     (console or Console()).print(table)
 
 

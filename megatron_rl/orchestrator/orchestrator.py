@@ -28,6 +28,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.batching import Spool, build_probe, build_step
@@ -42,7 +43,7 @@ from megatron_rl.orchestrator.requests import Requests
 from megatron_rl.orchestrator.state import RunState
 from megatron_rl.orchestrator.watchdog import Watchdog
 from megatron_rl.processes import Process, log_tail
-from megatron_rl.records import GroupTask, StepPlan
+from megatron_rl.records import GroupResult, GroupTask, StepPlan
 from megatron_rl.rollouts.fleet import GONE, Fleet
 from megatron_rl.wire.control import (
     Ack,
@@ -86,11 +87,14 @@ class Orchestrator:
         self.stop_requested = False
         self.watchdog = Watchdog(config.run.stall_after_s)
         self._probe: Probe | None = None
+        self._found_right: dict[str, int] = {}
+        """By server, the last version whose probe agreed."""
         self._syncing: tuple[str, ...] = ()
         """Servers in an update whose end the trainer has not yet told."""
         self._plan_file: str | None = None
         self.spool.clean_half_written()  # what an interrupted run left; nobody writes yet
         self._recorded = self._adopt_recorded_plans()
+        self._draw_lost_payloads_again()
         self._dealer = Dealer(state, fleet, config.groups_per_server)
         self._batch_examples: dict[str, tuple[dict, ...]] = {}
         self._changed = Changes()
@@ -142,7 +146,7 @@ class Orchestrator:
         result = report.result
         if self._probe and result.uid in self._probe.under_way:
             self._probe.end(result)
-        elif self.state.end(result):
+        elif self.state.end(self._if_it_counts(result)):
             self.watchdog.moved()
             self._tokens += sum(r.num_completion_tokens for r in result.rollouts)
             self._batch_examples[result.uid] = result.examples
@@ -157,6 +161,12 @@ class Orchestrator:
             self.fail(f"{failures} groups in a row have failed {dict(self.state.recent_failures)}, the last by {self.state.last_failure}")
         await self._changed.tell()
         return Ack()
+
+    def _if_it_counts(self, result: GroupResult) -> GroupResult:
+        """What a condemned server still answers is drawn again."""
+        if result.failure is None and self.fleet.is_condemned(result.server):
+            return replace(result, failure="server", message="its server was condemned meanwhile")
+        return result
 
     # ---- the trainer
 
@@ -232,6 +242,14 @@ class Orchestrator:
             self.observe.event(f"steps {plans[0].step}..{plans[-1].step} are done again from their recorded plans")
         return plans
 
+    def _draw_lost_payloads_again(self) -> None:
+        """Finished groups of the checkpoint whose payloads the spool has no longer."""
+        lost = self.state.discard_finished(
+            lambda group: not all(self.spool.path(rollout.file).exists() for rollout in group.rollouts), "interrupted"
+        )
+        if lost:
+            self.observe.event(f"{lost} finished groups are no longer in {self.spool.rollouts} and are drawn again")
+
     def _starting(self) -> bool:
         """At the start of a run the trainer waits for all servers, so that one update serves them all."""
         never_synced = all(s.version is None for s in self.fleet.servers)
@@ -271,16 +289,27 @@ class Orchestrator:
         if not probe.ended:
             return ProbeOrder(ready=self.stop_requested)
         if not probe.results:
+            self._judge(probe, {})
             return ProbeOrder(ready=True)
         return ProbeOrder(ready=True, plan_file=self.spool.write_plan(build_probe(request.version, probe.results), kind="probe"))
 
     async def on_probed(self, report: ProbeReport) -> Ack:
         if self._probe and self._probe.version == report.version:
-            for server, reason in self._probe.verdict(report.abs_dlogp, self.config.probe_tolerance).items():
-                self.fleet.condemn(server, reason)
-                self.observe.event(f"{server}: {reason}")
-            self._probe = None
+            self._judge(self._probe, report.abs_dlogp)
         return Ack()
+
+    def _judge(self, probe: Probe, abs_dlogp: dict[str, float]) -> None:
+        """Condemn the servers that a probe convicts; what they have sampled since they were last found right is not trained."""
+        self._probe = None
+        convicted = probe.verdict(abs_dlogp, self.config.probe_tolerance)
+        for server, reason in convicted.items():
+            right = self._found_right.get(server, -1)
+            self.fleet.condemn(server, reason)
+            lost = self.state.discard_finished(
+                lambda group, of=server, since=right: group.server == of and max(r.max_version for r in group.rollouts) > since, "unverified"
+            )
+            self.observe.event(f"{server}: {reason}; {lost} finished groups of its are drawn again")
+        self._found_right |= {r.server: probe.version for r in probe.results if r.server not in convicted}
 
     async def on_saved(self, report: SavedReport) -> Ack:
         """The trainer's part lies in a folder with another name; with the orchestrator's part the checkpoint is whole, and gets its own."""

@@ -14,6 +14,8 @@ class Probe:
     waiting: list[GroupTask]
     under_way: dict[str, GroupTask] = field(default_factory=dict)
     results: list[GroupResult] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    """By server, why the last of its probes that failed did so through a fault of its own."""
 
     @classmethod
     def on(cls, servers: list[str], version: int, num_prompts: int) -> "Probe":
@@ -33,8 +35,12 @@ class Probe:
         return task
 
     def end(self, result: GroupResult) -> None:
-        if self.under_way.pop(result.uid, None) is not None and result.failure is None:
+        if self.under_way.pop(result.uid, None) is None:
+            return
+        if result.failure is None:
             self.results.append(result)
+        elif result.failure in ("contract", "server"):
+            self.failures[result.server] = result.message
 
     def lose_server(self, server: str) -> None:
         self.waiting = [t for t in self.waiting if t.server != server]
@@ -45,14 +51,19 @@ class Probe:
         return not self.waiting and not self.under_way
 
     def verdict(self, abs_dlogp: dict[str, float], tolerance: float) -> dict[str, str]:
-        """Server to reason, for those whose mean |log p_trainer - log p_rollout| is above the tolerance."""
+        """Server to reason, for those whose mean |log p_trainer - log p_rollout| is above the tolerance, and those none of whose probes
+        could be scored: wrong weights may be too wrong for an answer."""
         by_server: dict[str, list[float]] = {}
         for result in self.results:
             by_server.setdefault(result.server, []).extend(abs_dlogp[r.uid] for r in result.rollouts if r.uid in abs_dlogp)
         means = {server: sum(values) / len(values) for server, values in by_server.items() if values}
-        return {
+        off = {
             server: f"the probe after version {self.version} is off by {mean:.3g} (mean |log p_trainer - log p_rollout|, "
             f"tolerance {tolerance:g}): the server does not hold the trainer's weights"
             for server, mean in means.items()
             if not mean <= tolerance  # a NaN is off too
+        }
+        unjudged = {server: message for server, message in self.failures.items() if server not in means}
+        return off | {
+            server: f"the probe after version {self.version} could not be judged: {message}" for server, message in unjudged.items()
         }

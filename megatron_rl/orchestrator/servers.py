@@ -38,7 +38,7 @@ class ServerProcess:
 def fleet_of(config: Config, start: Callable[[int, int], Awaitable[ServerProcess]]) -> Fleet:
     """A fleet of config.servers.count servers. start: takes the slot and how often it was started before."""
     lives: Counter[int] = Counter()
-    http = httpx.AsyncClient(timeout=None)  # the fleet cuts a check off by itself
+    http = httpx.AsyncClient(timeout=None, trust_env=False)  # the fleet cuts a check off by itself
 
     async def start_next(slot: int) -> ServerProcess:
         life, lives[slot] = lives[slot], lives[slot] + 1

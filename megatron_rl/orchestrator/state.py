@@ -1,6 +1,7 @@
 """The bookkeeping of a run: which prompts are drawn, in flight, buffered, planned, trained. Pure: no clock, no network, no files."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from megatron_rl.config import Config
@@ -79,6 +80,13 @@ class RunState:
             self.end(GroupResult(task.uid, task.prompt_index, task.attempt, server, failure="server", message="left the fleet"))
         del self.in_flight[server]
         return len(lost)
+
+    def discard_finished(self, is_bad: Callable[[GroupResult], bool], reason: str) -> int:
+        """Finished groups that no step has taken are drawn again; returns their number."""
+        bad = self.buffer.take_out(is_bad)
+        for group in bad:
+            self.ledger.discard(group.prompt_index, reason)
+        return len(bad)
 
     def take_step(self) -> tuple[GroupResult, ...] | None:
         """The groups of the next step, or None while they are not there; groups that became too old are drawn again."""

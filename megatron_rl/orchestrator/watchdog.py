@@ -58,7 +58,7 @@ class Watchdog:
 
     def _trainer_line(self, step: int, state: RunState, now: float) -> str:
         buffer = state.buffer
-        groups = f"{buffer.num_finished} of {buffer.prompts_per_step} groups are finished, {buffer.num_in_flight} in flight"
+        groups = f"{buffer.num_finished} groups are finished, a step takes {buffer.prompts_per_step}, {buffer.num_in_flight} are in flight"
         return f"the trainer, at step {step}, {self._trainer}, for {now - self._trainer_since:.0f} s; of its next batch {groups}"
 
     def _worker_line(self, name: str, now: float) -> str:

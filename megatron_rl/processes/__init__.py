@@ -12,9 +12,9 @@ from megatron_rl.processes.child import (
     stop_all,
 )
 from megatron_rl.processes.nodes import Nodes, RemoteProcess
-from megatron_rl.processes.ports import PortError, check_port, free_ports
+from megatron_rl.processes.ports import PortError, check_host, check_port, free_ports
 
 __all__ = [
     "AddressError", "Child", "Command", "Nodes", "PortError", "Process", "ProcessError", "RemoteProcess", "address_of_interface",
-    "address_of_this_host", "check_port", "dying_with_me", "end_forks_with_me", "free_ports", "interface_of", "log_tail", "stop_all",
+    "address_of_this_host", "check_host", "check_port", "dying_with_me", "end_forks_with_me", "free_ports", "interface_of", "log_tail", "stop_all",
 ]  # fmt: skip

@@ -25,6 +25,14 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     raise PortError(f"{count} ports were asked for, {len(ports)} of {_RANGE.start}..{_RANGE.stop - 1} are free on {host}")
 
 
+def check_host(host: str, wanted_for: str) -> None:
+    """Raise PortError unless this machine can listen on the host."""
+    try:
+        check_port(host, 0, wanted_for)
+    except PortError as error:
+        raise PortError(f"{wanted_for} = '{host}': not an address of this machine ({error.__cause__}); 127.0.0.1 is one") from error
+
+
 def check_port(host: str, port: int, wanted_for: str) -> None:
     """Raise PortError unless host:port can be listened on."""
     with socket.socket() as s:

@@ -32,7 +32,9 @@ def write_report(folders: Sequence[RunFolder], out: Path) -> int:
     page = _template().render(
         names=names, plotly=get_plotlyjs(),
         figures=[_for_script(drawn.to_json()) for drawn in figures],
-        summaries=_summaries({name: summarise_run(of_run) for name, of_run in rows.items()}),
+        summaries=_summaries({
+            name: summarise_run(rows[name], read_rows(folder.metrics_file, "supervised")) for name, folder in zip(names, folders, strict=True)
+        }),
         configs={name: folder.config_file.read_text() for name, folder in zip(names, folders, strict=True)},
         rollouts=_for_script(json.dumps({name: _rollouts(folder, rows[name]) for name, folder in zip(names, folders, strict=True)})),
     )  # fmt: skip

@@ -13,7 +13,7 @@ answers):
 What is too old all the same (a server that lagged, a resumed run with another bound) is evicted and drawn again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -73,10 +73,14 @@ class GroupBuffer:
 
     def evict_stale(self) -> list[GroupResult]:
         """Take out the finished groups that `next_step` may no longer consume; the caller draws their prompts again."""
-        stale = [group for group in self._in_order() if self._deadline(oldest_version(group)) < self.next_step]
-        for group in stale:
+        return self.take_out(lambda group: self._deadline(oldest_version(group)) < self.next_step)
+
+    def take_out(self, is_bad: Callable[[GroupResult], bool]) -> list[GroupResult]:
+        """Take out finished groups that may not be trained; the caller draws their prompts again."""
+        bad = [group for group in self._in_order() if is_bad(group)]
+        for group in bad:
             del self._finished[group.prompt_index]
-        return stale
+        return bad
 
     def take_batch(self) -> tuple[GroupResult, ...] | None:
         """The groups of `next_step`, oldest first (version, then prompt order); None: ask again when another group has ended.

@@ -156,6 +156,10 @@ class Fleet:
             server.state, server.condemned = "suspect", reason
             self._nudge[server.slot].set()
 
+    def is_condemned(self, url: str) -> bool:
+        """Whether what it still answers counts for nothing."""
+        return any(server.url == url and server.condemned for server in self.servers)
+
     def group_failed(self, url: str, reason: str) -> None:
         """A group ended with a server failure: suspect until its health check passes, condemned after several in a row."""
         if not (server := self._at(url)):

@@ -159,6 +159,8 @@ async def in_daemon_thread(function: Callable[[], T], timeout_s: float, what: st
             outcome = (future.set_result, function())
         except Exception as error:  # noqa: BLE001 - handed to whoever waits for the result
             outcome = (future.set_exception, error)
+        except BaseException as error:  # noqa: BLE001 - sys.exit() and its like would end this thread alone, and nobody would hear of it
+            outcome = (future.set_exception, RewardError(f"{what} ended with {type(error).__name__}: {error}"))
         if not loop.is_closed():  # it may be, after a function that came back long after its time
             loop.call_soon_threadsafe(settle, *outcome)
 

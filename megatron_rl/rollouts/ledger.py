@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-NOT_ITS_FAULT = frozenset({"stale", "interrupted"})
+NOT_ITS_FAULT = frozenset({"stale", "interrupted", "unverified"})
 """Reasons that do not count against a prompt: it is drawn again however often they occur."""
 
 NEVER_AGAIN = frozenset({"prompt"})

@@ -55,4 +55,14 @@ def _item(file: Path, number: int, line: str, needs_answer: bool) -> Item:
         if (is_needed or key in entry) and not isinstance(entry.get(key), str):
             remedy = " (a reward of your own, task.reward, can do without one)" if key == "answer" else ""
             raise TaskError(f"{where}: '{key}' is {entry.get(key)!r}; it has to be a string{remedy}")
+        if isinstance(entry.get(key), str) and not _is_text(entry[key]):
+            raise TaskError(f"{where}: '{key}' holds half of a surrogate pair, such as \\ud83d alone, which is no character; take it out")
     return Item(fields=entry, solution=entry.get("solution"), entry=entry)
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

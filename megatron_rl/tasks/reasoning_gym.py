@@ -4,6 +4,7 @@ import difflib
 import hashlib
 import importlib
 import threading
+import warnings
 from typing import Any
 
 from megatron_rl.tasks.errors import TaskError
@@ -37,7 +38,9 @@ def _spread(seed: int) -> int:
 
 
 def _create(name: str, arguments: dict[str, Any]) -> Any:
-    gym = importlib.import_module("reasoning_gym")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of one of its dependencies, where Python compiles it
+        gym = importlib.import_module("reasoning_gym")
     known = importlib.import_module("reasoning_gym.factory").DATASETS
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3) or sorted(known)[:3]

@@ -79,10 +79,11 @@ class Task:
                 value = self.source.score(extract_answer(completion), item)
             else:
                 value = self.reward(self.prompt(index), completion, item.entry)
+            value = value.item() if hasattr(value, "item") else value  # of a numpy or torch scalar
+            is_number = isinstance(value, int | float) and math.isfinite(value)
         except Exception as error:  # whatever a user's function raises costs one group, not the run
             raise RewardError(f"{self.name}: the reward of prompt {index} raised: {_last_lines(error)}") from error
-        value = value.item() if hasattr(value, "item") else value  # of a numpy or torch scalar
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not is_number:
             raise RewardError(f"{self.name}: the reward of prompt {index} is {value!r}; a reward is a finite number")
         return float(value)
 

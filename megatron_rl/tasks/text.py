@@ -34,7 +34,7 @@ class TextEncoder:
         """A prompt as the policy sees it: through the chat template, or with what the tokenizer itself puts around a text."""
         if self._chat_template:  # which writes its special tokens itself
             return self.continuation(self._chat_template.open_answer(text))
-        return tuple(self._tokenizer.encode(text, add_special_tokens=True).ids)
+        return self._encode(text, add_special_tokens=True)
 
     def solution(self, text: str) -> tuple[int, ...]:
         """A worked solution, with the end-of-sequence token."""
@@ -42,7 +42,14 @@ class TextEncoder:
 
     def continuation(self, text: str) -> tuple[int, ...]:
         """Text that stands behind other text: nothing is added around it."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        """Raises TaskError for what is no text, such as half of a surrogate pair."""
+        try:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:
+            raise TaskError(f"{text[:80]!r} cannot be encoded: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Without special tokens."""

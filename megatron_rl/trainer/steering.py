@@ -43,7 +43,7 @@ class Steering:
 
     def __init__(self, url: str, key: str, patience_s: float = 60.0):
         self.url, self.key, self.patience_s = url, key, patience_s
-        self._http = httpx.Client(base_url=url, headers=with_key(key), timeout=httpx.Timeout(60.0))
+        self._http = httpx.Client(base_url=url, headers=with_key(key), timeout=httpx.Timeout(60.0), trust_env=False)
 
     def meet(self, rank: int, serve: Callable[[str], int], timeout_s: float) -> tuple[str, int]:
         """Host and port of the ranks' store. serve: called on rank 0 with this machine's address in the run (on a cluster the one that

@@ -1,11 +1,15 @@
 """The run's folder: what may be started, what resumed, and which checkpoint is the latest whole one."""
 
+import os
+import shutil
 import stat
+from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import Config, ConfigError
-from megatron_rl.config.folder import RunFolder, check_startable, run_folder
+from megatron_rl.config import Config, ConfigError, load_config
+from megatron_rl.config.folder import RunFolder, check_own_config, check_startable, run_folder
+from megatron_rl.config.resume import changes_on_resume
 
 
 @pytest.fixture
@@ -32,6 +36,55 @@ def test_a_run_is_neither_overwritten_nor_resumed_from_nothing(config):
     check_startable(folder, resume=True)
     with pytest.raises(ConfigError, match="--resume"):
         check_startable(folder, resume=False)
+
+
+def test_a_folder_of_something_else_is_not_taken(config):
+    folder = run_folder(config)
+    with folder.claimed():
+        check_startable(folder, resume=False)  # of which nothing but the lock is there
+    (folder.path / "export").mkdir()
+    with pytest.raises(ConfigError, match="holds no run, but export"):
+        check_startable(folder, resume=False)
+
+
+def test_two_programs_do_not_share_a_run(config):
+    folder = run_folder(config)
+    with folder.claimed(), pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "), folder.claimed():
+        pass
+    with folder.claimed():
+        pass  # the first one has left
+
+
+def test_a_configuration_that_changes_keeps_the_former_beside_it(config):
+    folder = run_folder(config)
+    folder.create(config)
+    folder.create(config)  # nothing changes
+    folder.checkpoint(7).mkdir()
+    changed = config.model_copy(update={"rollouts": config.rollouts.model_copy(update={"top_p": 0.5})})
+    assert changes_on_resume(folder, changed) == [f"rollouts.top_p: {config.rollouts.top_p} -> 0.5"]
+    folder.create(changed)
+    assert folder.config() == changed and not changes_on_resume(folder, changed)
+    kept = sorted(folder.path.glob("config.before_*"))
+    assert [file.name for file in kept] == ["config.before_step_000007.toml"] and load_config(kept[0]) == config
+
+
+def test_another_model_is_another_run(config):
+    folder = run_folder(config)
+    folder.create(config)
+    other = config.model_copy(update={"model": config.model.model_copy(update={"path": Path("/other")})})
+    with pytest.raises(ConfigError, match="model.path: /m -> /other"):
+        changes_on_resume(folder, other)
+
+
+def test_a_copied_run_does_not_go_on_in_the_original(config, tmp_path):
+    folder = run_folder(config)
+    with folder.claimed():
+        folder.create(config)
+    check_own_config(folder.config_file, folder)
+    shutil.copytree(folder.path, tmp_path / "copy")
+    with pytest.raises(ConfigError, match=f"add --run.folder {tmp_path} --run.name copy"):
+        check_own_config(tmp_path / "copy" / "config.toml", folder)
+    check_own_config(tmp_path / "copy" / "config.toml", RunFolder(tmp_path / "copy"))
 
 
 def test_checkpoints_are_ordered_by_step_and_half_written_ones_passed_over(tmp_path):

@@ -1,5 +1,6 @@
 """What is refused before a run begins because of its model's folder."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from megatron_rl.config import Config, ConfigError
 from megatron_rl.conversion import QuantisedAs, hf_to_megatron, make_random_model, megatron_to_hf
 from megatron_rl.launch.prepare import prepare
 from megatron_rl.precision import LAYOUTS
+from megatron_rl.tasks import TaskError
 
 MODEL = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48,
@@ -32,3 +34,32 @@ def test_servers_would_be_built_for_a_quantised_folder(tmp_path: Path, layout: s
     hf_to_megatron(tmp_path / "quantised", tmp_path / "dequantised")
     for folder in ("whole", "dequantised"):
         assert prepare(config(tmp_path / folder), None)["model_type"] == "qwen3"
+
+
+def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
+    make_random_model(tmp_path / "m", MODEL, seed=0)
+    prepare(config(tmp_path / "m"), None)
+    settings = tmp_path / "m" / "config.json"
+    whole = settings.read_text()
+    (tmp_path / "m" / "generation_config.json").unlink(missing_ok=True)
+    settings.write_text(json.dumps({**json.loads(whole), "eos_token_id": 5000}))
+    with pytest.raises(ConfigError, match="eos_token_id is 5000, and the model has ids 0..127"):
+        prepare(config(tmp_path / "m"), None)
+    settings.write_text(whole)
+    with pytest.raises(TaskError, match="has no chat template, but task.chat_template = true"):
+        prepare(with_chat_template(config(tmp_path / "m")), None)
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    with pytest.raises(TaskError, match="cannot be read as a tokenizer"):
+        prepare(config(tmp_path / "m"), None)
+
+
+def test_a_model_of_random_weights_has_no_chat_template() -> None:
+    plain = config(Path("m"))
+    random = plain.model_copy(update={"model": plain.model.model_copy(update={"path": None, "architecture": MODEL})})
+    prepare(random, None)
+    with pytest.raises(ConfigError, match="no chat template; set it to false"):
+        prepare(with_chat_template(random), None)
+
+
+def with_chat_template(of: Config) -> Config:
+    return of.model_copy(update={"task": of.task.model_copy(update={"chat_template": True})})

@@ -10,6 +10,8 @@ from megatron_rl.records import GroupResult
 from megatron_rl.rollouts.fleet import host_of
 from megatron_rl.wire.control import (
     Ack,
+    GroupReport,
+    ProbeReport,
     StepReport,
     WeightsReport,
     WorkOrder,
@@ -150,6 +152,59 @@ def test_a_server_whose_probe_is_off_leaves_the_fleet(tmp_path):
     failed = [e for e in caught.value.exceptions if isinstance(e, RunFailed)]
     assert "no rollout server is left" in str(failed[0])
     assert any("is off by 0.5" in event for event in world.observer.events)
+
+
+def test_what_a_convicted_server_has_sampled_is_not_trained(tmp_path):
+    """Server 0 passes its first probe and fails the second: of its finished groups those that version 0 sampled stay."""
+    world = World(tmp_path, config(tmp_path, max_staleness=2))
+    o = world.orchestrator
+    for server in o.fleet.servers:
+        server.url, server.state, server.version = f"http://s{server.slot}", "ready", 0
+    urls = [server.url for server in o.fleet.servers]
+
+    def finish(url, version):
+        task = o.state.begin(url, version)
+        o.fleet.servers[urls.index(url)].version = version
+        o.state.end(sampled(world, task))
+        return task.prompt_index
+
+    async def probe(version, off):
+        await o.on_weights(WeightsReport(version, tuple(urls)))
+        scores = {}
+        while task := o._probe.take(lambda url: True):
+            result = sampled(world, task)
+            scores |= {rollout.uid: 0.5 if task.server == off else 0.0 for rollout in result.rollouts}
+            await o.on_group(GroupReport("w", result))
+        await o.on_probed(ProbeReport(version, scores))
+
+    async def scenario():
+        await probe(0, off=None)
+        kept = [finish(urls[0], 0), finish(urls[1], 0)]
+        lost, also_kept = finish(urls[0], 1), finish(urls[1], 1)
+        late = o.state.begin(urls[0], 1)
+        await probe(1, off=urls[0])
+        await o.on_group(GroupReport("w", sampled(world, late)))  # of a server that is condemned by now
+        stages = {index: o.state.ledger.fate(index) for index in (*kept, lost, also_kept, late.prompt_index)}
+        assert [stages[index] for index in (*kept, also_kept)] == ["buffered"] * 3
+        assert stages[lost] == stages[late.prompt_index] == "waiting"
+
+    asyncio.run(scenario())
+    assert o.state.ledger.discarded == {"unverified": 1, "interrupted": 1} and not o.state.ledger.dropped
+    assert any("1 finished groups of its are drawn again" in event for event in world.observer.events)
+
+
+def test_a_server_none_of_whose_probes_can_be_judged_leaves_the_fleet(tmp_path):
+    """NaN weights give answers that break the contract, and no log-prob that could be off."""
+    world = World(tmp_path, config(tmp_path), num_servers=2)
+
+    def sample(task):
+        if task.probe and task.server.startswith("http://s0"):
+            return GroupResult(task.uid, task.prompt_index, 0, task.server, failure="contract", message="log-probs are NaN")
+        return sampled(world, task)
+
+    asyncio.run(world.run(sample))
+    assert any("could not be judged: log-probs are NaN" in event for event in world.observer.events)
+    assert world.orchestrator.fleet.servers[0].state == "given_up" and world.observer.steps == list(range(6))
 
 
 def test_a_trainer_that_dies_ends_the_run_with_its_log(tmp_path):

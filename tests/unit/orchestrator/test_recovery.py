@@ -195,3 +195,15 @@ def test_a_full_disk_ends_the_run_by_name_and_nothing_is_lost(tmp_path, monkeypa
     assert isinstance(ended, RunFailed) and "/scratch/spool/plans: No space left on device; nothing is lost" in str(ended)
     assert world.folder.latest_checkpoint()[0] == 2
     world.orchestrator.state.ledger.check()
+
+
+def test_finished_groups_whose_payloads_are_gone_are_drawn_again(tmp_path):
+    world = World(tmp_path, config(tmp_path))
+    state = world.orchestrator.state
+    for _ in range(2):
+        state.end(sampled(world, state.begin("http://s0", 0)))
+    there = world.folder.path / "spool" / "rollouts" / "g0000001a0.safetensors"
+    there.touch()
+    resumed = World(tmp_path, world.cfg, state=RunState.from_json(world.cfg, json.loads(json.dumps(state.to_json()))))
+    assert [resumed.orchestrator.state.ledger.fate(index) for index in (0, 1)] == ["waiting", "buffered"]
+    assert "1 finished groups are no longer in" in resumed.observer.events[-1]

@@ -97,6 +97,7 @@ def test_jsonl_rewards_exact_matches_and_brings_solutions(tmp_path):
         ("[1]", "line 2: found '\\[1\\]'; each line is one JSON object"),
         ({"answer": "4"}, "line 2: 'prompt' is None; it has to be a string"),
         ({"prompt": "x", "answer": 4}, "line 2: 'answer' is 4; it has to be a string .a reward of your own"),
+        ('{"prompt": "c\\ud83d", "answer": "4"}', "line 2: 'prompt' holds half of a surrogate pair"),
         ({"prompt": "x", "answer": "4", "solution": []}, "line 2: 'solution' is \\[\\]"),
     ],
 )
