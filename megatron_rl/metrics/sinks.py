@@ -1,8 +1,6 @@
 """Where a run's metrics go: all the sinks that the config asks for, behind one object."""
 
-import importlib.util
 import math
-import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -24,11 +22,15 @@ class SinkError(ValueError):
 
 def check_sinks(config: Config) -> None:
     """Raise SinkError when W&B is asked for and not installed."""
-    if config.metrics.wandb_project and "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
+    if not config.metrics.wandb_project:
+        return
+    try:
+        import wandb  # noqa: F401
+    except ImportError as error:
         raise SinkError(
             f"metrics.wandb_project = '{config.metrics.wandb_project}' needs the package wandb: pip install wandb, or leave "
             "metrics.wandb_project out"
-        )
+        ) from error
 
 
 class Sink(Protocol):
