@@ -106,6 +106,21 @@ class Spool:
                 raise PayloadError(f"{self.path(entry.file)}: holds {held[entry.file]} rollouts, and {entry.uid} is said to be number {entry.index}")
         return plan
 
+    def forget(self, before_step: int) -> int:
+        """Delete the plans of the steps and probes before this one, and their payloads, which no other plan has; returns the number of files.
+
+        A plan goes after its payloads, so that what a killed process leaves is found again.
+        """
+        deleted = 0
+        for path in [path for kind in ("step", "probe") for path in self.plans.glob(f"{kind}_*.json")]:
+            if int(path.stem.partition("_")[2]) >= before_step:
+                continue
+            files = {self.path(entry.file) for entry in self.read_plan(f"plans/{path.name}").entries}
+            for file in (*files, path):
+                file.unlink(missing_ok=True)
+            deleted += len(files) + 1
+        return deleted
+
     def clean_half_written(self) -> int:
         """Delete what writers that died left aside; only while none is at work. Returns the number of files."""
         left = [*self.rollouts.glob(".*.part"), *self.plans.glob(".*.part")]

@@ -258,6 +258,8 @@ class Checkpoint(Section):
     every: Positive = 20
     """Steps between checkpoints; one is also written at the end and on Ctrl-C."""
     keep: Positive = 2
+    spool_steps: NonNegative | None = None
+    """Steps before the oldest kept checkpoint whose rollouts stay in the spool, to be looked into or trained again. None: all of them."""
     export: bool = True
     """Write a Hugging Face folder at the end."""
 

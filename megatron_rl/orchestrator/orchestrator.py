@@ -321,6 +321,8 @@ class Orchestrator:
         self.saved_step = report.step
         for _, old in self.folder.whole_checkpoints()[: -self.config.checkpoint.keep]:
             shutil.rmtree(old)
+        if (steps := self.config.checkpoint.spool_steps) is not None:
+            await asyncio.to_thread(self.spool.forget, self.folder.whole_checkpoints()[0][0] - steps)
         self.observe.event(f"checkpoint: {final}")
         await self._changed.tell()
         return Ack()

@@ -1,6 +1,7 @@
 """The spool: plans are written whole and read back equal; what is not a plan is refused by name."""
 
 import stat
+from dataclasses import replace
 
 import pytest
 
@@ -91,3 +92,16 @@ def test_what_a_dead_writer_left_aside_is_deleted(spool):
 def test_a_missing_payload_is_refused_by_name(spool):
     with pytest.raises(PayloadError, match=r"g7\.safetensors"):
         spool.payload(spool.payload_name("g7"))
+
+
+def test_what_is_forgotten_is_gone_with_its_payloads_and_nothing_else_is(spool):
+    for step in range(4):
+        entry = replace(ENTRY, file=spool.payload_name(f"g{step}"))
+        spool.write_plan(replace(STEP, step=step, entries=(entry,)))
+        spool.path(entry.file).touch()
+    probe = replace(ENTRY, file=spool.payload_name("p1"))
+    spool.write_plan(replace(STEP, step=1, entries=(probe,)), kind="probe")
+    spool.path(probe.file).touch()
+    assert spool.forget(2) == 6 and spool.forget(2) == 0
+    assert sorted(p.name for p in spool.rollouts.iterdir()) == ["g2.safetensors", "g3.safetensors"]
+    assert sorted(p.name for p in spool.plans.iterdir()) == ["step_000002.json", "step_000003.json"]
