@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from megatron_rl.processes import Process
 from megatron_rl.wire.control import Meeting
 
-LEAVE_S = 10.0
+LEAVE_S = 15.0
 """How long the ranks that are left have to say in their logs why they end."""
 
 

@@ -29,7 +29,7 @@ from megatron_rl.wire.control import decode, encode
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-ANSWER_S = 6 * POLL_S
+ANSWER_S = 10 * POLL_S
 """How long a rank that is there may take to say where it stands, and at the end to hear of a fault."""
 
 _FAULT, _HEARD, _QUESTIONS = "fault", "heard", "questions"
@@ -64,7 +64,7 @@ class FaultWatch:
         self._own = dist.PrefixStore("faults", store.clone())
         self._main = threading.current_thread()
         self._failed_at: Whereabouts | None = None
-        self._answered = 0
+        self._answered = self._silent = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="fault-watch", daemon=True)
         self._thread.start()
@@ -83,7 +83,7 @@ class FaultWatch:
                 known = self._store.compare_set(_FAULT, "", own).decode()
             self.close()
             self._store.add(_HEARD, 1)
-            self._wait(lambda: self._store.add(_HEARD, 0) >= self._world_size)
+            self._wait(lambda: self._store.add(_HEARD, 0) >= self._world_size - self._silent)
         except dist.DistError as gone:
             return RankFaultError(f"{own}\n  {_without_store(gone)}")
         return RankFaultError(known)
@@ -92,8 +92,9 @@ class FaultWatch:
         """Ask all where they stand, and name those that keep the others waiting."""
         number = self._store.add(_QUESTIONS, 1)
         keys = [_answer_key(number, rank) for rank in range(self._world_size)]
-        self._wait(lambda: self._store.check(keys))
+        self._wait(lambda: self._store.check(keys) or self._store.check([_FAULT]))  # whoever has told a fault may answer no more
         found = {rank: _read(self._store, key) for rank, key in enumerate(keys)}
+        self._silent = sum(where is None for where in found.values())
         lines = [f"rank {self._rank} waited in vain in {self._failed_at.place}: {str(error).splitlines()[0]}"]
         lines += [
             f"missing is rank {rank}, {where.place if where else _SILENT}"
