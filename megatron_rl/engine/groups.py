@@ -103,6 +103,8 @@ def build_groups(layout: Layout, device: torch.device, timeout_s: float, seed: i
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None, expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp, distributed_timeout_minutes=timeout_s / 60,
     )  # fmt: skip
+    for group in filter(None, ps._global_process_group_list):  # 0.19.2 forgets it for one of them
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     coords = layout.coords_of(dist.get_rank())
     found = RankCoords(
         rank=dist.get_rank(), tp=ps.get_tensor_model_parallel_rank(), cp=ps.get_context_parallel_rank(),

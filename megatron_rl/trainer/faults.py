@@ -32,7 +32,7 @@ POLL_S = 0.5
 ANSWER_S = 10 * POLL_S
 """How long a rank that is there may take to say where it stands, and at the end to hear of a fault."""
 
-_FAULT, _HEARD, _QUESTIONS = "fault", "heard", "questions"
+_FAULT, _QUESTIONS = "fault", "questions"
 _SILENT = "which does not answer: its process has ended, or has not begun"
 _OF_TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _OURS = f"{os.sep}megatron_rl{os.sep}"
@@ -64,7 +64,9 @@ class FaultWatch:
         self._own = dist.PrefixStore("faults", store.clone())
         self._main = threading.current_thread()
         self._failed_at: Whereabouts | None = None
-        self._answered = self._silent = 0
+        self._answered = 0
+        self._silent: set[int] = set()
+        self._fault = ""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="fault-watch", daemon=True)
         self._thread.start()
@@ -82,10 +84,10 @@ class FaultWatch:
                 own = self._missing(error) if is_of_a_collective(error) else own
                 known = self._store.compare_set(_FAULT, "", own).decode()
             self.close()
-            self._store.add(_HEARD, 1)
-            self._wait(lambda: self._store.add(_HEARD, 0) >= self._world_size - self._silent)
-        except dist.DistError as gone:
-            return RankFaultError(f"{own}\n  {_without_store(gone)}")
+            self._store.set(_heard_key(self._rank), "")
+            self._wait(lambda: self._store.check([_heard_key(rank) for rank in range(self._world_size) if rank not in self._silent]))
+        except dist.DistError as gone:  # rank 0 has left, once this rank's watch had heard of the fault, or has died
+            known = self._fault or f"{own}\n  {_without_store(gone)}"
         return RankFaultError(known)
 
     def _missing(self, error: BaseException) -> str:
@@ -94,7 +96,7 @@ class FaultWatch:
         keys = [_answer_key(number, rank) for rank in range(self._world_size)]
         self._wait(lambda: self._store.check(keys) or self._store.check([_FAULT]))  # whoever has told a fault may answer no more
         found = {rank: _read(self._store, key) for rank, key in enumerate(keys)}
-        self._silent = sum(where is None for where in found.values())
+        self._silent = {rank for rank, where in found.items() if where is None}
         lines = [f"rank {self._rank} waited in vain in {self._failed_at.place}: {str(error).splitlines()[0]}"]
         lines += [
             f"missing is rank {rank}, {where.place if where else _SILENT}"
@@ -114,15 +116,15 @@ class FaultWatch:
     def _watch(self) -> None:
         while not self._over.wait(POLL_S):
             try:
-                fault = _text(self._own, _FAULT)
-                if not fault:
+                self._fault = _text(self._own, _FAULT)
+                if not self._fault:
                     self._answer()
                     continue
-                self._own.add(_HEARD, 1)
+                self._own.set(_heard_key(self._rank), "")
             except dist.DistError as error:
-                fault = _without_store(error)
+                self._fault = self._fault or _without_store(error)
             if not self._over.is_set():
-                self._end(fault)
+                self._end(self._fault)
 
     def _answer(self) -> None:
         for number in range(self._answered + 1, self._own.add(_QUESTIONS, 0) + 1):
@@ -188,6 +190,10 @@ def _place(frame: traceback.FrameSummary) -> str:
 
 def _without_store(error: Exception) -> str:
     return f"missing is rank 0, which does not answer: its process has ended, and with it the ranks' store ({str(error).splitlines()[0]})"
+
+
+def _heard_key(rank: int) -> str:
+    return f"heard/{rank}"
 
 
 def _answer_key(number: int, rank: int) -> str:
