@@ -163,6 +163,8 @@ def _first_line(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {_first_line(cause)}"
+    if isinstance(error, pickle.UnpicklingError) and "Weights only load failed" in str(error):
+        return "an object beside the tensors is more than data, and is not made"  # torch's own words tell how to make it all the same
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 

@@ -64,7 +64,7 @@ def test_a_folder_from_elsewhere_runs_nothing_and_a_broken_one_is_named(one: Wor
         assert said.startswith(f"{folders[name]} cannot be read: "), said
         assert said.endswith("of a foreign one only the weights, by megatron-rl convert megatron-to-hf")
     assert ".metadata asks for pathlib." in found["metadata"]
-    assert "Weights only load failed" in found["common"]
+    assert "an object beside the tensors is more than data, and is not made" in found["common"]
 
 
 def test_what_is_refused(four: World, tmp_path: Path) -> None:
