@@ -56,6 +56,13 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         assert result.exit_code == 2 and str(tmp_path) in result.output
 
 
+def test_servers_of_a_run_that_does_not_go_on_are_not_changed(tmp_path):
+    folder = folder_with(tmp_path, running=False)
+    for words in (["add", str(folder.path)], ["remove", str(folder.path), "0"]):
+        result = CliRunner().invoke(app, ["servers", *words])
+        assert result.exit_code == 2 and "does not run: servers.count is how many it starts with" in result.output
+
+
 def test_stop_reaches_the_process_that_the_status_names(tmp_path):
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "megatron_rl.launch.cli"])
     try:
