@@ -76,7 +76,7 @@ class FaultWatch:
         self._thread.join()
 
     def explain(self, error: BaseException) -> RankFaultError:
-        """What is wrong, told to all ranks; of several faults the one that was told first. Returns when the others have heard of it."""
+        """What is wrong, told to all ranks; of several faults the one that was told first."""
         self._failed_at = _standing(traceback.extract_tb(error.__traceback__))
         own = f"rank {self._rank}: {type(error).__name__}: {error}"
         try:
@@ -84,11 +84,16 @@ class FaultWatch:
                 own = self._missing(error) if is_of_a_collective(error) else own
                 known = self._store.compare_set(_FAULT, "", own).decode()
             self.close()
-            self._store.set(_heard_key(self._rank), "")
-            self._wait(lambda: self._store.check([_heard_key(rank) for rank in range(self._world_size) if rank not in self._silent]))
+            self._hear(self._store)
         except dist.DistError as gone:  # rank 0 has left, once this rank's watch had heard of the fault, or has died
             known = self._fault or f"{own}\n  {_without_store(gone)}"
         return RankFaultError(known)
+
+    def _hear(self, store: dist.Store) -> None:
+        """Tell that this rank knows of the fault. Rank 0, which serves the store, stays until all that live know of it."""
+        store.set(_heard_key(self._rank), "")
+        if self._rank == 0:
+            self._wait(lambda: store.check([_heard_key(rank) for rank in range(self._world_size) if rank not in self._silent]))
 
     def _missing(self, error: BaseException) -> str:
         """Ask all where they stand, and name those that keep the others waiting."""
@@ -120,7 +125,7 @@ class FaultWatch:
                 if not self._fault:
                     self._answer()
                     continue
-                self._own.set(_heard_key(self._rank), "")
+                self._hear(self._own)
             except dist.DistError as error:
                 self._fault = self._fault or _without_store(error)
             if not self._over.is_set():
