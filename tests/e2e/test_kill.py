@@ -1,7 +1,7 @@
 """kill -9 of each process of a run at a bad moment: nothing lost, nothing twice, and the bits of a run never killed.
 
 The run goes on by itself when a server or a rank of the trainer was killed, and with --resume after everything else, and where
-trainer.max_restarts is 0. The moments are watched for from outside. Two cases run always, the others with
+trainer.max_restarts is 0. The moments are watched for from outside. One case runs always, the others with
 
     pytest tests/e2e/test_kill.py -m slow
 
@@ -159,10 +159,11 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, moment, victi
     ("moment", "victim"),
     [
         pytest.param(after_step(3), second_rank, id="second-rank-before-the-sync"),
-        pytest.param(after_step(3), first_rank, id="first-rank-before-the-sync", marks=slow),
-        pytest.param(while_checkpointing(4), first_rank, id="first-rank-while-checkpointing", marks=slow),
+        pytest.param(after_step(3), first_rank, id="first-rank-before-the-sync"),
+        pytest.param(while_checkpointing(4), first_rank, id="first-rank-while-checkpointing"),
     ],
 )
+@slow
 def test_a_trainer_whose_rank_is_killed_starts_again_in_the_same_run(tmp_path, moment, victim):
     folder = RunFolder(tmp_path / "rank")
     assert live_and_die(folder, moment, victim) == 0, folder.path.with_suffix(".out").read_text()
