@@ -6,6 +6,7 @@ heterogeneous job, and what happens to it there. One case runs always, the other
 Not proved here: containers, GPUs, accounting, and that nodes are different machines.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -167,14 +168,16 @@ def test_a_lost_node_costs_at_most_a_life_of_the_job(submitted, tmp_path, group)
 
 @slow
 def test_stop_ends_a_job_and_launch_resumes_it(submitted, tmp_path):
-    job = submitted(tmp_path / "stopped", *TWO_AND_TWO)
+    job = submitted(tmp_path / "run", *TWO_AND_TWO, "--run.steps", "500")
     after_step(2)(job.folder)
     assert run([*PROGRAM, "stop", str(job.folder.path)]).returncode == 0
     job.wait()
-    assert "stopped" in run([*PROGRAM, "status", str(job.folder.path)]).stdout
-    again = submitted(job.folder.path, *TWO_AND_TWO, "--resume")
+    assert ", stopped (" in run([*PROGRAM, "status", str(job.folder.path)]).stdout
+    step = job.folder.latest_checkpoint()[0]
+    again = submitted(job.folder.path, *TWO_AND_TWO, "--resume", "--run.steps", str(step + 2))
     again.wait()
-    assert_nothing_was_lost(again)
+    assert ", finished (" in run([*PROGRAM, "status", str(job.folder.path)]).stdout
+    assert json.loads((again.folder.checkpoint(step + 2) / "orchestrator.json").read_text())["ledger"]["trained_prompts"] == 2 * (step + 2)
 
 
 @slow
