@@ -67,7 +67,7 @@ def attribute_and_print(
 ) -> bool:
     """Whether nothing but rounding is left and no fault was found. The run's folder gets a new folder under attributions/, and is
     otherwise only read. ConfigError where the step cannot be scored, with those that can; ProcessError when a rank fails."""
-    console = Console()
+    console = Console(width=None if Console().is_terminal else 200)
     asked = question(run, overrides, step, retrain, plant)
     if overrides:
         with tempfile.TemporaryDirectory() as folder:
