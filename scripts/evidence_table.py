@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     runs = {arm: {seed: finished_rows(args.folder / f"{arm}-seed{seed}", args.steps) for seed in args.seeds} for arm in args.arms}
     table = arms_table({ARMS[arm]: [rows for rows in of_arm.values() if rows] for arm, of_arm in runs.items()})
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    Console(width=None if sys.stdout.isatty() else 300).print(table)
     missing = [f"{arm}-seed{seed}" for arm, of_arm in runs.items() for seed, rows in of_arm.items() if not rows]
     if missing:
         print("not finished: " + ", ".join(missing))
