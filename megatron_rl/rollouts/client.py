@@ -12,7 +12,7 @@ import httpx
 
 from megatron_rl.records import ContractError, Sampling
 from megatron_rl.rollouts.completion import Completion, KeepSetSource, decode_completion, num_logprobs
-from megatron_rl.rollouts.errors import ServerError
+from megatron_rl.rollouts.errors import PromptError, ServerError
 from megatron_rl.rollouts.sampled_model import SampledModel
 from megatron_rl.wire.access import with_key
 
@@ -20,6 +20,9 @@ _SPAN_WINDOW_S = 0.005
 """Requests that end within this time ask for their version spans together: each question holds the engine up for a moment."""
 
 _KEEP_ALIVE_S = 2.0  # below uvicorn's 5 s, or a request may go out on a connection that the server is just closing
+
+_REFUSED = (400, 422)
+"""Statuses by which vLLM says that a request cannot be served; another server would say the same."""
 
 
 class VllmClient:
@@ -41,8 +44,8 @@ class VllmClient:
     ) -> Completion:
         """Sample one completion; it ends with the first of stop_token_ids (which is part of it) or at sampling.max_new_tokens.
 
-        request_id: unique among all requests to this server. Raises ServerError, and ContractError for an
-        answer that is no whole record.
+        request_id: unique among all requests to this server. Raises ServerError, PromptError for a request that the server refuses, and
+        ContractError for an answer that is no whole record.
         """
         request = {
             "request_id": request_id,
@@ -63,7 +66,7 @@ class VllmClient:
             raise ServerError(self.url, "POST /inference/v1/generate", what) from error
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The JSON object that the server answers with. Raises ServerError."""
+        """The JSON object that the server answers with. Raises ServerError, and PromptError where the server finds fault with the request."""
         asked = f"POST {path}"
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -72,6 +75,8 @@ class VllmClient:
             raise ServerError(self.url, asked, f"no answer within {self._timeout_s:g} s (servers.request_timeout_s)") from error
         except httpx.HTTPError as error:
             raise ServerError(self.url, asked, f"{type(error).__name__}: {error}") from error
+        if response.status_code in _REFUSED:
+            raise PromptError(f"{self.url}: {asked}: HTTP {response.status_code}: {response.text[:300]}")
         if response.status_code != 200:
             raise ServerError(self.url, asked, f"HTTP {response.status_code}: {response.text[:300]}")
         try:

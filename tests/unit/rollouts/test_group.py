@@ -141,6 +141,7 @@ def repeat_an_expert(answer):
     ("rewards", "script", "kind", "message", "num_sampled"),
     [
         ("", [lambda a: PlainTextResponse("boom", 500)], "server", "HTTP 500: boom", 0),
+        ("", [lambda a: PlainTextResponse("ids out of vocabulary", 400)], "prompt", "HTTP 400: ids out of vocabulary", 0),
         ("", [repeat_an_expert], "contract", "twice in MoE layer 1; rule: a token goes to each of its experts once", 4),
         ("def reward(p, c, i):\n    return 1 / 0\n", [], "reward", "ZeroDivisionError", 4),
         ("def reward(p, c, i):\n    return 10**400\n", [], "reward", "OverflowError", 4),
