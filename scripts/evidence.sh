@@ -72,7 +72,7 @@ names=()
 for seed in ${seeds//,/ }; do for arm in ${arms//,/ }; do names+=("$arm-seed$seed"); done; done
 left=()
 for name in "${names[@]}"; do finished "$name" "$steps" || left+=("$name"); done
-echo "evidence: ${#left[@]} of ${#names[@]} runs to do, about $(( ${#left[@]} * (60 + 3 * steps / 2) / 60 )) minutes on two quiet cores"
+echo "evidence: ${#left[@]} of ${#names[@]} runs to do, about $(( ${#left[@]} * 4 * steps / 60 )) minutes at 4 s a step, as seen on two busy cores"
 
 # Ctrl-C reaches the run too, which saves and leaves; without this the next one would begin.
 trap 'echo "evidence: stopped; the same command goes on from here"; exit 130' INT TERM

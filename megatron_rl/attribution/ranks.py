@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -87,9 +88,10 @@ class StepScorer:
             microbatch = with_shifted_routes(microbatch, scoring.route_shift)
         if scoring.temperature == "laid_out":
             return microbatch
-        value = 1.0 if scoring.temperature == "one" else self._recorded_temperatures()[microbatch.sequence]
+        value = 1.0 if scoring.temperature == "one" else self._recorded_temperatures[microbatch.sequence]
         return replace(microbatch, temperature=np.where(microbatch.loss_mask, value, 1.0).astype(np.float32))
 
+    @cached_property
     def _recorded_temperatures(self) -> np.ndarray:
         """f64 [entries], from the records themselves."""
         spool, entries = self._rank.spool, self._plan.entries

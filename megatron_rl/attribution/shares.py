@@ -17,6 +17,8 @@ EXPLAINS_TOKEN = 0.5
 """A change explains a token whose |d| it takes at least this share of."""
 EXPLAINS = 0.1
 """... if it takes at least this share of the mean as well: any change brings single tokens nearer by chance."""
+METRICS = ("mismatch_kl_k1", "mismatch_kl_k3", "abs_dlogp_mean", "abs_dlogp_max", "ratio_mean")
+"""Names of the run's own metrics, in the order of the numbers of a Mismatch."""
 AS_TRAINED, LEFT = "as trained", "everything replayed, weights that sampled"
 
 

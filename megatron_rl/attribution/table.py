@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_rl.attribution.shares import Attribution, Row
+from megatron_rl.attribution.shares import METRICS, Attribution, Row
 
 _NUMBERS = ("k1", "k3", "abs_mean", "abs_max", "ratio_mean")
 _HEADS = ("k1", "k3", "mean |d|", "max |d|", "mean ratio")
@@ -26,8 +26,7 @@ def _factors(found: Attribution) -> Table:
     table = _table(f"Step {found.step}, {tokens} loss tokens", "one thing changed", "accounts for, of mean |d|")
     base = found.as_trained.mismatch.abs_mean if found.as_trained.mismatch else 0.0
     if found.recorded:
-        names = ("mismatch_kl_k1", "mismatch_kl_k3", "abs_dlogp_mean", "abs_dlogp_max", "ratio_mean")
-        table.add_row("as the run measured it", *(_number(found.recorded[n]) if n in found.recorded else "" for n in names), "")
+        table.add_row("as the run measured it", *(_number(found.recorded[n]) if n in found.recorded else "" for n in METRICS), "")
     table.add_row(*_cells(found.as_trained), "")
     table.add_section()
     for row in found.rows:

@@ -202,7 +202,7 @@ def check_startable(folder: RunFolder, resume: bool) -> None:
 def check_own_config(file: Path, folder: RunFolder) -> None:
     """Raise ConfigError where `file` is the configuration of one run and names the folder of another: a copy, or one that was moved."""
     own = RunFolder(file.absolute().parent)
-    if file.name == own.config_file.name and own.lock_file.exists() and own.path.resolve() != folder.path.resolve():
+    if file.name == own.config_file.name and own.checkpoints.is_dir() and own.path.resolve() != folder.path.resolve():
         raise ConfigError(
             f"{file} is the configuration of the run in {own.path}, but names {folder.path.absolute()}: to go on in the former, "
             f"add --run.folder {own.path.parent} --run.name {own.path.name}; to go on in the latter, give that one's config.toml"

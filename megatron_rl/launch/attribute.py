@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from megatron_rl.attribution.factors import Factor, as_trained, factors, hypotheses, residual
 from megatron_rl.attribution.record import StepRecord, read_record
 from megatron_rl.attribution.scoring import Job, Outcome
-from megatron_rl.attribution.shares import AS_TRAINED, LEFT, Attribution, attribution
+from megatron_rl.attribution.shares import AS_TRAINED, LEFT, METRICS, Attribution, attribution
 from megatron_rl.attribution.table import print_attribution
 from megatron_rl.batching import Spool
 from megatron_rl.config import Config, ConfigError, RunFolder, load_config, to_toml
 from megatron_rl.conversion.model_files import read_config
-from megatron_rl.launch.local import prepare_model
+from megatron_rl.launch.local import checked_model
 from megatron_rl.launch.replay import beginnings, recorded_steps
 from megatron_rl.layouts import ParameterTable
-from megatron_rl.metrics import read_rows
+from megatron_rl.metrics import read_rows, wide_console
 from megatron_rl.orchestrator.commands import rank_processes
 from megatron_rl.preflight.plants import NEED_EXPERTS, PLANTS
 from megatron_rl.processes import Child, ProcessError, stop_all
@@ -34,7 +33,6 @@ from megatron_rl.wire.control import decode, encode
 GRACE_S = 5.0
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.02}
 """Mean |log p_trainer - log p_rollout| that arithmetic alone makes, of two programs that agree."""
-METRICS = ("mismatch_kl_k1", "mismatch_kl_k3", "abs_dlogp_mean", "abs_dlogp_max", "ratio_mean")
 
 
 @dataclass(frozen=True)
@@ -67,13 +65,10 @@ def attribute_and_print(
 ) -> bool:
     """Whether nothing but rounding is left and no fault was found. The run's folder gets a new folder under attributions/, and is
     otherwise only read. ConfigError where the step cannot be scored, with those that can; ProcessError when a rank fails."""
-    console = Console(width=None if Console().is_terminal else 200)
+    console = wide_console()
     asked = question(run, overrides, step, retrain, plant)
     if overrides:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "config.toml"
-            file.write_text(to_toml(asked.config))
-            prepare_model(file, None)  # a layout that does not fit is refused here, in plain words
+        checked_model(asked.config)  # a layout that does not fit is refused here, in plain words
     with console.status("starting") as status:
         found = answer(asked, status.update)
     print_attribution(found, console)
@@ -124,12 +119,9 @@ def answer(asked: Question, announce: Any) -> Attribution:
     asked.run.attributions.mkdir(exist_ok=True, mode=0o700)
     folder = Path(tempfile.mkdtemp(prefix=f"step_{asked.step:06d}.", dir=asked.run.attributions))
     own = factors(asked.config, asked.hf_config, asked.record, asked.versions)
-    left = residual(
-        asked.config,
-        ParameterTable(asked.hf_config).architecture,
-        knows_versions=bool(set(asked.record.version) & asked.versions),
-    )
-    faults = hypotheses(asked.config, ParameterTable(asked.hf_config).architecture, asked.record, left)
+    model = ParameterTable(asked.hf_config).architecture
+    left = residual(asked.config, model, knows_versions=bool(set(asked.record.version) & asked.versions))
+    faults = hypotheses(asked.config, model, asked.record, left)
     job = _own_job(asked, folder, own, faults, {AS_TRAINED: as_trained(asked.config), LEFT: left})
     announce(f"scoring under the run's configuration, {asked.step - asked.start} steps are trained again first; {folder}")
     scores, outcome = _run_ranks(asked, asked.config, folder / "own", job)

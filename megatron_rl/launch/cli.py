@@ -50,7 +50,8 @@ def train(
             typer.echo(dry_run_text(loaded))
             return
         folder = run_folder(loaded)
-        check_own_config(config, folder)
+        if resume:
+            check_own_config(config, folder)
         run_locally(loaded, folder, resume)
 
 
@@ -78,6 +79,8 @@ def launch(
         for job in submissions(config, context.args, sweep or [], profile, resume):
             if warning := warning_about(job.folder):
                 typer.secho(f"megatron-rl: {warning}", fg="yellow", err=True)
+            for change in job.changes:
+                typer.echo(f"changed: {change}", err=True)
             if dry_run:
                 typer.echo(job.script, nl=False)
             else:

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.metrics import wide_console
 from megatron_rl.planner import Balanced, Machine, ParameterCounts, Workload, balance, candidate_of, machine_named, workload_of
 from megatron_rl.planner.choice import write_choice
 from megatron_rl.planner.machine import to_toml
@@ -35,7 +36,7 @@ def plan_and_print(
     file: Path, config: Config, work: Workload, request: Request, *, explain: str | None, write: bool, picture: Path | None
 ) -> bool:
     """Whether there is a plan (with `explain`: whether the named layout fits)."""
-    console = Console(width=None if Console().is_terminal else 200)
+    console = wide_console()
     if picture is not None:
         check_format(picture)  # before the search
     counts = ParameterCounts(hf_config_of(config))
@@ -64,7 +65,7 @@ def measure_and_print(config: Config, out: Path | None) -> bool:
     """Whether all layouts that the fit has not seen were predicted well. out: where the fitted machine goes."""
     if out is not None and out.exists():
         raise ConfigError(f"--machines {out}: is there already; with --measure it is written, so give a new name")
-    console = Console(width=None if Console().is_terminal else 200)
+    console = wide_console()
     with console.status("starting") as status:
         machine, comparisons = measure_machine(config, hf_config_of(config), machine_named("cpu"), status.update)
     print_comparison(console, comparisons)

@@ -19,6 +19,7 @@ from megatron_rl.config import (
     RoleNodes,
     RunFolder,
     changes_on_resume,
+    check_own_config,
     check_startable,
     check_tree,
     read_tree,
@@ -38,11 +39,12 @@ LOCAL_FILESYSTEMS = {"btrfs", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs"
 
 @dataclass(frozen=True)
 class Submission:
-    """One job. folder: of its run."""
+    """One job. folder: of its run. changes: in the configuration of a run that goes on."""
 
     config: Config
     folder: RunFolder
     script: str
+    changes: tuple[str, ...] = ()
 
 
 def submissions(
@@ -58,7 +60,10 @@ def submissions(
         check_job(config)
         folder = RunFolder(run_folder(config).path.absolute())
         check_startable(folder, resume)
-        found.append(Submission(config, folder, batch_script(config, folder)))
+        if resume:
+            check_own_config(path, folder)
+        changes = changes_on_resume(folder, config) if resume else ()
+        found.append(Submission(config, folder, batch_script(config, folder), tuple(changes)))
     return found
 
 
@@ -77,8 +82,6 @@ def submit(job: Submission) -> str:
     if (earlier := job_of(job.folder)) and (state := job_state(earlier)):
         raise ConfigError(f"{job.folder.path}: its job {earlier.number} is {state}; `megatron-rl stop {job.folder.path}` ends it")
     checked_model(job.config)
-    if job.folder.config_file.exists():
-        changes_on_resume(job.folder, job.config)
     job.folder.create(job.config)
     job.folder.lives_file.unlink(missing_ok=True)
     job.folder.job_script.write_text(job.script)

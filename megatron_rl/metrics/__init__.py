@@ -1,6 +1,7 @@
 """Named values with their reduction, and where they go: console, JSONL, TensorBoard, W&B, the summary of a run."""
 
 from megatron_rl.metrics.arms import arms_table, measure_run
+from megatron_rl.metrics.console import wide_console
 from megatron_rl.metrics.metric import Metric, Metrics, Reduction, merge, to_floats
 from megatron_rl.metrics.rows import Phase, Row, read_rows, series
 from megatron_rl.metrics.sinks import SinkError, Sinks, check_sinks
@@ -8,5 +9,5 @@ from megatron_rl.metrics.summary import print_summary, summarise_run, write_summ
 
 __all__ = [
     "Metric", "Metrics", "Phase", "Reduction", "Row", "SinkError", "Sinks", "arms_table", "check_sinks", "measure_run", "merge", "print_summary",
-    "read_rows", "series", "summarise_run", "to_floats", "write_summary",
+    "read_rows", "series", "summarise_run", "to_floats", "wide_console", "write_summary",
 ]  # fmt: skip

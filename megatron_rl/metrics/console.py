@@ -44,6 +44,11 @@ def open_display(title: str, total_steps: int, console: Console | None = None) -
     return LiveDisplay(title, total_steps, console) if live else PlainDisplay(total_steps, console)
 
 
+def wide_console() -> Console:
+    """For tables: as wide as the terminal, and where there is none wide enough for them."""
+    return Console(width=None if Console().is_terminal else 200)
+
+
 class Eta:
     """Time to the end by the last steps' durations. A process's first row, which holds the start-up, counts only while alone."""
 

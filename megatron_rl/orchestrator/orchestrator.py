@@ -224,8 +224,8 @@ class Orchestrator:
         here is that of a later step."""
         if self.stop_requested:
             return Order("stop")
-        if (fault := self.spool.fault(step)) or self.spool.recorded(step) is None:
-            fault = fault or f"{self.spool.path(self.spool.plan_name(step))} is gone"
+        plan = self.spool.path(self.spool.plan_name(step))
+        if fault := self.spool.fault(step) if plan.exists() else f"{plan} is gone":
             self.fail(f"step {step} cannot be done again: {fault}; --resume draws anew from there on")
             return Order("stop")
         return Order("train", plan_file=self.spool.plan_name(step))

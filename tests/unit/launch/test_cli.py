@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
+from megatron_rl.config import load_config, run_folder
 from megatron_rl.conversion import make_random_model
 from megatron_rl.launch.cli import app
 
@@ -113,3 +114,14 @@ def test_a_model_of_an_unknown_family(tmp_path):
     (model / "config.json").write_text(json.dumps(config | {"model_type": "mamba9", "architectures": ["Mamba9"]}))
     message = from_folder(tmp_path, model)
     assert "mamba9" in message and "qwen3_moe" in message
+
+
+def test_the_configuration_of_a_run_may_begin_another_one_but_not_go_on_with_it(tmp_path, monkeypatch):
+    own = run_folder(load_config(Path(CONFIG), ["--run.folder", str(tmp_path)]))
+    with own.claimed():
+        own.create(load_config(Path(CONFIG), ["--run.folder", str(tmp_path)]))
+    begun = []
+    monkeypatch.setattr("megatron_rl.launch.local.run_locally", lambda config, folder, resume: begun.append(folder.path.name))
+    assert invoke("train", str(own.config_file), "--run.name", "second").exit_code == 0 and begun == ["second"]
+    result = invoke("train", str(own.config_file), "--run.name", "second", "--resume")
+    assert result.exit_code == 2 and f"is the configuration of the run in {own.path}" in result.output and len(begun) == 1

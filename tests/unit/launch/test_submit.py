@@ -178,6 +178,17 @@ def test_a_run_whose_job_goes_on_is_not_submitted_again(tmp_path, sbatch):
     assert result.exit_code == 2 and f"its job {number} is PENDING" in result.output
 
 
+def test_a_job_that_goes_on_says_what_has_changed(tmp_path, sbatch):
+    assert invoke("launch", CONFIG, "--run.folder", str(tmp_path)).exit_code == 0
+    own = str(tmp_path / "tiny-moe-cpu" / "config.toml")
+    result = invoke("launch", own, "--resume", "--rollouts.top_p", "0.5")
+    assert result.exit_code == 0 and result.output.count("changed: ") == 1 and "changed: rollouts.top_p: " in result.output
+    result = invoke("launch", own, "--resume", "--model.architecture.num_experts", "4")
+    assert result.exit_code == 2 and "with another model, which --resume cannot change" in result.output
+    result = invoke("launch", own, "--resume", "--run.name", "other")
+    assert result.exit_code == 2 and sbatch.read_text().count("#SBATCH --job-name") == 2
+
+
 @pytest.mark.parametrize(("place", "warns"), [("/proc/x/y", False), ("/", True)])
 def test_a_folder_of_this_machine_alone_is_pointed_out(monkeypatch, place, warns):
     monkeypatch.setattr("megatron_rl.launch.submit._filesystem_of", lambda path: {"/": "ext4"}.get(str(path), "nfs4"))
