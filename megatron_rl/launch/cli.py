@@ -230,7 +230,7 @@ def check(
 def plan(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="The TOML file of the run.", show_default=False)],
-    gpus: Annotated[int, typer.Option(help="Accelerators for trainer and servers together.", show_default=False)] = 0,
+    gpus: Annotated[int | None, typer.Option(help="Accelerators for trainer and servers together.", show_default=False)] = None,
     gpu_type: Annotated[str, typer.Option(help="A table of megatron_rl/planner/machines.toml, or of --machines.")] = "h200",
     nodes_of: Annotated[int, typer.Option(help="Accelerators of a node.")] = 8,
     context_tokens: Annotated[int | None, typer.Option("--context", help="Longest sequence, in place of model.max_sequence_length.")] = None,

@@ -121,9 +121,9 @@ def _print_nearest_feasible(
         console.print("\nnothing fits on any number of these accelerators: shorten the sequences, or take ones with more memory")
 
 
-def request_of(gpus: int, gpu_type: str, node: int, machines: Path | None, trainer_gpus: int | None, top: int) -> Request:
+def request_of(gpus: int | None, gpu_type: str, node: int, machines: Path | None, trainer_gpus: int | None, top: int) -> Request:
     """ConfigError with everything that is out of range."""
-    if gpus == 0:
+    if gpus is None:
         raise ConfigError("--gpus is missing: how many accelerators trainer and servers have together, such as --gpus 64")
     wrong = [f"--{name} {value}: 1 or more" for name, value in (("gpus", gpus), ("nodes-of", node), ("top", top)) if value < 1]
     if gpus == 1:

@@ -71,9 +71,10 @@ def test_an_infeasible_request_names_what_is_missing_and_what_would_do(file: Pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpus", "0"], "--gpus is missing"), (["--gpus", "1"], "an accelerator each"), (["--gpus", "12"], "--nodes-of 8"),
+        (["--gpus", "0"], "--gpus 0: 1 or more"), ([], "--gpus is missing"), (["--gpus", "1"], "an accelerator each"), (["--gpus", "12"], "--nodes-of 8"),
         (["--gpus", "16", "--trainer-gpus", "16"], "fewer than --gpus"), (["--gpus", "16", "--gpu-type", "h300"], "h100, h200"),
         (["--gpus", "16", "--optimizer", "sgd"], "adamw, muon"), (["--gpus", "16", "--imbalance", "0.5"], "at least the mean"),
+        (["--gpus", "16", "--imbalance", "nan"], "at least the mean"), (["--gpus", "16", "--mean-response", "nan"], "1 or more"),
         (["--gpus", "16", "--mean-response", "99999"], "longer than the longest"), (["--gpus", "16", "--picture", "a.pdf"], ".svg or .png"),
         (["--gpus", "16", "--explain", "TP=3"], "not a multiple"), (["--gpus", "16", "--model.path", "nowhere"], "config.json"),
         (["--gpus", "16", "--context", "0"], "--context 0"),

@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from megatron_rl.orchestrator import RunFailed
+from megatron_rl.orchestrator.probes import Probe
 from megatron_rl.records import GroupResult
 from megatron_rl.rollouts.fleet import host_of
 from megatron_rl.wire.control import (
@@ -207,6 +208,20 @@ def test_a_server_none_of_whose_probes_can_be_judged_leaves_the_fleet(tmp_path):
     server = world.orchestrator.fleet.servers[0]
     assert server.condemned or server.restarts  # how far it has got by the end of the run depends on the clock
     assert world.observer.steps == list(range(6))
+
+
+def test_a_probe_judges_servers_that_answer_wrongly_and_those_that_do_not_answer(tmp_path):
+    world = World(tmp_path, config(tmp_path), num_servers=3)
+    probe = Probe.on(["http://s0", "http://s1", "http://s2"], 4, 3)
+    scores = {}
+    while task := probe.take(lambda url: True):
+        result = sampled(world, task)
+        scores |= {rollout.uid: 0.5 if task.server == "http://s1" else 0.0 for rollout in result.rollouts}
+        silent = GroupResult(task.uid, task.prompt_index, 0, task.server, failure="contract", message="NaN")
+        probe.end(silent if task.server == "http://s2" else result)
+    verdict = probe.verdict(scores, 0.1)
+    assert sorted(verdict) == ["http://s1", "http://s2"]
+    assert "is off by 0.5" in verdict["http://s1"] and "could not be judged: NaN" in verdict["http://s2"]
 
 
 def test_a_trainer_that_dies_ends_the_run_with_its_log(tmp_path):

@@ -49,6 +49,21 @@ def test_a_step_that_cannot_be_done_again_is_named(tmp_path):
     assert "its rollouts have to be sampled again; --resume draws anew from there on" in failure
 
 
+def test_a_step_whose_plan_is_gone_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_rl.batching.Spool.payload", lambda self, name: [None] * 2)
+    world = World(tmp_path, config(tmp_path))
+    done = world.orchestrator.on_step
+
+    async def forgetful(report):
+        world.orchestrator.spool.path("plans/step_000002.json").unlink(missing_ok=True)
+        return await done(report)
+
+    monkeypatch.setattr(world.orchestrator, "on_step", forgetful)
+    world.http = World.client(world.orchestrator)
+    failure = failure_of(world, killed_at=3)
+    assert "step 2 cannot be done again: " in failure and "plans/step_000002.json is gone; --resume draws anew" in failure
+
+
 def test_a_worker_that_dies_is_gone_and_the_others_sample_again_what_it_had_begun(tmp_path):
     world = World(tmp_path, config(tmp_path))
     lost, other = FakeChild("worker-0"), FakeChild("worker-1")

@@ -94,11 +94,15 @@ class World:
         fleet = Fleet(num_servers, self._start, self._check, limits)
         self.orchestrator = Orchestrator(cfg, self.folder, state or RunState.new(cfg), fleet, self.observer, step)
         self.orchestrator.spool.create()
-        app = control_app(KEY, self.orchestrator.handlers, self.orchestrator.status)
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://o", headers={KEY_HEADER: KEY})
+        self.http = self.client(self.orchestrator)
         self.trainer, self.consumed, self.versions = FakeChild("trainer-0"), [], []
         self.next_life, self.lives = {}, []
         self.saves = []
+
+    @staticmethod
+    def client(orchestrator):
+        app = control_app(KEY, orchestrator.handlers, orchestrator.status)
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://o", headers={KEY_HEADER: KEY})
 
     async def _start(self, slot):
         server = FakeServer(f"http://s{slot}.{len(self.servers)}")

@@ -7,6 +7,8 @@ import pytest
 
 from megatron_rl.batching import Spool
 from megatron_rl.config import RunFolder
+from megatron_rl.metrics import Row, write_summary
+from megatron_rl.metrics.rows import JsonLines
 from megatron_rl.objective.ratio_quantiles import QUANTILES
 from megatron_rl.report import ReportError, write_report
 from megatron_rl.report.figures import PANELS
@@ -43,6 +45,17 @@ def test_several_runs_lie_side_by_side(tmp_path):
     assert "src=" not in page.split("</script>")[-2], "nothing is loaded from elsewhere"
     rollouts = json.loads(re.search(r"const rollouts = (\{.*?\});\n", page)[1])
     assert {name: len(shown) for name, shown in rollouts.items()} == {"one": 6, "two": 6}
+
+
+def test_the_summary_is_that_of_the_run(tmp_path):
+    folder = make_run(tmp_path / "run", steps=3)
+    rows = JsonLines(folder.metrics_file)
+    rows.write(Row(0, {"loss": 1.0}, "supervised", seconds=40.5))
+    rows.close()
+    write_report([folder], tmp_path / "out.html")
+    summary = write_summary(folder.metrics_file, folder.summary_file)
+    assert summary["wall_time_s"] == 49.5  # the supervised start with the three steps
+    assert re.search(r"wall_time_s</\w+>\s*<td[^>]*>49\.5<", (tmp_path / "out.html").read_text())
 
 
 def test_what_a_rollout_says_cannot_leave_its_place(tmp_path):
