@@ -15,15 +15,16 @@
 #             g  (c) with NVFP4 weights on the servers alone
 #   --seeds   of prompts and sampling; each seed runs all arms before the next one begins
 #   --steps   of each run
+#   --jobs    runs at a time; a run keeps about one core busy
 #   --folder  runs lie in FOLDER/ARM-seedN, the table in FOLDER/table.md, the report in FOLDER/report.html
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-arms=a,b,c,d,e seeds=1,2,3 steps=80 folder=runs/evidence
+arms=a,b,c,d,e seeds=1,2,3 steps=160 jobs=2 folder=runs/evidence
 usage() { sed -n '2,/^set /{s/^# \{0,1\}//;/^set /!p}' scripts/evidence.sh; }
 while (($#)); do
     case $1 in
-        --arms | --seeds | --steps | --folder)
+        --arms | --seeds | --steps | --jobs | --folder)
             (($# > 1)) || { echo "evidence: $1 needs a value" >&2; exit 2; }
             printf -v "${1#--}" %s "$2"; shift 2 ;;
         -h | --help) usage; exit 0 ;;
@@ -33,6 +34,7 @@ done
 [[ $arms =~ ^[a-g](,[a-g])*$ ]] || { echo "evidence: --arms $arms: letters from a to g, with commas between" >&2; exit 2; }
 [[ $seeds =~ ^[0-9]+(,[0-9]+)*$ ]] || { echo "evidence: --seeds $seeds: numbers, with commas between" >&2; exit 2; }
 [[ $steps =~ ^[1-9][0-9]*$ ]] || { echo "evidence: --steps $steps: a whole number above 0" >&2; exit 2; }
+[[ $jobs =~ ^[1-9][0-9]*$ ]] || { echo "evidence: --jobs $jobs: a whole number above 0" >&2; exit 2; }
 
 bash scripts/setup.sh
 bin=${VENV:-.venv}/bin
@@ -58,37 +60,54 @@ train() {
     local name=$1 last=$2 from=$config resume=()
     shift 2
     if [[ -f $folder/$name/config.toml ]]; then from=$folder/$name/config.toml resume=(--resume); fi
-    "$bin/megatron-rl" train "$from" "${resume[@]}" --run.folder "$folder" --run.name "$name" --run.steps "$last" "$@" >>"$folder/$name.log" 2>&1
+    exec "$bin/megatron-rl" train "$from" "${resume[@]}" --run.folder "$folder" --run.name "$name" --run.steps "$last" "$@" >>"$folder/$name.log" 2>&1
 }
 
 # One policy for all: the supervised start of a run that ends after its first step.
 mkdir -p "$folder"
 if ! finished start 1; then
     echo "evidence: the starting policy, about two minutes"
-    train start 1 || { tail -n 15 "$folder/start.log" >&2; echo "evidence: no starting policy; the whole log: $folder/start.log" >&2; exit 1; }
+    (train start 1) || { tail -n 15 "$folder/start.log" >&2; echo "evidence: no starting policy; the whole log: $folder/start.log" >&2; exit 1; }
 fi
 
 names=()
 for seed in ${seeds//,/ }; do for arm in ${arms//,/ }; do names+=("$arm-seed$seed"); done; done
 left=()
 for name in "${names[@]}"; do finished "$name" "$steps" || left+=("$name"); done
-echo "evidence: ${#left[@]} of ${#names[@]} runs to do, about $(( ${#left[@]} * 4 * steps / 60 )) minutes at 4 s a step, as seen on two busy cores"
+echo "evidence: ${#left[@]} of ${#names[@]} runs to do, about $(( ${#left[@]} * 2 * steps / jobs / 60 )) minutes at 2 s a step, as seen with two runs on two cores"
 
-# Ctrl-C reaches the run too, which saves and leaves; without this the next one would begin.
-trap 'echo "evidence: stopped; the same command goes on from here"; exit 130' INT TERM
-number=0
-for name in "${left[@]}"; do
-    number=$((number + 1)) began=$SECONDS
-    # shellcheck disable=SC2046 # overrides are words without blanks
-    if train "$name" "$steps" --run.seed "${name##*seed}" --model.architecture none --model.path "$folder/start/supervised" --supervised.steps 0 \
-        $(overrides_of "${name%%-*}"); then
-        took=$((SECONDS - began))
-        echo "evidence: $name done in $took s; at this pace $(( (${#left[@]} - number) * took / 60 )) minutes are left"
+declare -A running=() # process id -> name
+# Runs in the background do not hear Ctrl-C; told to end, they save first.
+stop() {
+    kill -TERM "${!running[@]}" 2>/dev/null || true
+    wait
+    echo "evidence: stopped; the same command goes on from here"
+    exit 130
+}
+trap stop INT TERM
+done_here=0
+await_one() {
+    local pid status=0 name
+    wait -n -p pid "${!running[@]}" || status=$?
+    name=${running[$pid]}
+    unset "running[$pid]"
+    if ((status == 0)); then
+        done_here=$((done_here + 1))
+        echo "evidence: $name done; at this pace $(( (${#left[@]} - done_here) * SECONDS / done_here / 60 )) minutes are left"
     else
         echo "evidence: $name FAILED, see $folder/$name.log:"
         tail -n 3 "$folder/$name.log"
     fi
+}
+SECONDS=0
+for name in "${left[@]}"; do
+    if ((${#running[@]} == jobs)); then await_one; fi
+    # shellcheck disable=SC2046 # overrides are words without blanks
+    train "$name" "$steps" --run.seed "${name##*seed}" --model.architecture none --model.path "$folder/start/supervised" --supervised.steps 0 \
+        $(overrides_of "${name%%-*}") &
+    running[$!]=$name
 done
+while ((${#running[@]})); do await_one; done
 
 status=0
 "$bin/python" scripts/evidence_table.py "$folder" --arms "$arms" --seeds "$seeds" --steps "$steps" | tee "$folder/table.md" || status=$?

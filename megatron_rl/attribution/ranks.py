@@ -80,12 +80,12 @@ class StepScorer:
 
     def _microbatches(self, scoring: Scoring) -> list[Microbatch]:
         r = self._rank
-        options = replace(r.options, routing_replay=scoring.routing_replay, keep_set_replay=scoring.keep_set_replay)
+        options = replace(
+            r.options, routing_replay=scoring.routing_replay, keep_set_replay=scoring.keep_set_replay, route_shift=scoring.route_shift
+        )
         return microbatches_for(self._plan, r.spool, r.groups.layout, r.groups.coords, options)
 
     def _changed(self, microbatch: Microbatch, scoring: Scoring) -> Microbatch:
-        if scoring.route_shift and microbatch.routed_experts is not None:
-            microbatch = with_shifted_routes(microbatch, scoring.route_shift)
         if scoring.temperature == "laid_out":
             return microbatch
         value = 1.0 if scoring.temperature == "one" else self._recorded_temperatures[microbatch.sequence]
@@ -114,15 +114,6 @@ class StepScorer:
             return None
         of_entry = {number: found for part in parts for number, found in part.items()}  # ranks of one replica have the same
         return np.concatenate([np.zeros(0, dtype=np.float32), *(of_entry[number] for number in sorted(of_entry))])
-
-
-def with_shifted_routes(microbatch: Microbatch, shift: int) -> Microbatch:
-    """Position i takes the row of position i + shift of its own sequence, and none where that has none."""
-    source = np.arange(microbatch.num_positions) + shift
-    inside = (source >= 0) & (source < microbatch.num_positions)
-    source = np.where(inside, source, 0)
-    recorded = inside & microbatch.route_mask[source] & (microbatch.sequence[source] == microbatch.sequence)
-    return replace(microbatch, routed_experts=microbatch.routed_experts[source], route_mask=recorded)
 
 
 def exchanged_gate_up(held: HeldParameter, tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from megatron_rl.batching.lay_out import Member, lay_out
 from megatron_rl.batching.microbatch import Microbatch
 from megatron_rl.batching.options import AssemblyOptions
 from megatron_rl.batching.packing import alignment_of, pack
+from megatron_rl.batching.routes import cut_routes, shift_routes
 from megatron_rl.batching.spool import Spool
 from megatron_rl.batching.supervised import SupervisedPlan, as_rollout
 from megatron_rl.records import ContractError, Payload, PayloadError, PlanEntry, Rollout, StepPlan, check_rollout
@@ -22,12 +23,12 @@ def microbatches_for(
     its contract, PackingError for a sequence that fits no microbatch.
     """
     packing = _packing([e.num_tokens for e in plan.entries], layout, coords, options)
-    mine = sorted(number for numbers in packing for number in numbers)
-    members = {
-        number: Member(number, rollout, plan.entries[number].advantage)
-        for number, rollout in zip(mine, _read(plan, mine, spool, options), strict=True)
-    }
-    return _lay_out_all(packing, members, plan.step, layout, options)
+    read = _Reader(plan, spool, options)
+    # One microbatch after the other: of a record's routes, no more than this rank's own tokens' stay in memory.
+    return [
+        _lay_out([Member(n, read(plan.entries[n]), plan.entries[n].advantage) for n in numbers], plan.step, layout, coords, options)
+        for numbers in packing
+    ]
 
 
 def supervised_microbatches(
@@ -44,7 +45,7 @@ def supervised_microbatches(
         rollout = as_rollout(plan.examples[number], plan.step, number)
         check_rollout(rollout, plain.readable_contract)
         members[number] = Member(number, rollout, advantage=1.0)
-    return _lay_out_all(packing, members, plan.step, layout, plain)
+    return [_lay_out([members[n] for n in numbers], plan.step, layout, coords, plain) for numbers in packing]
 
 
 def _packing(lengths: Sequence[int], layout: Layout, coords: RankCoords, options: AssemblyOptions) -> list[list[int]]:
@@ -52,26 +53,27 @@ def _packing(lengths: Sequence[int], layout: Layout, coords: RankCoords, options
     return pack(lengths, num_ranks=layout.dp, max_tokens=options.max_tokens, microbatch_multiple=multiple)[coords.dp]
 
 
-def _lay_out_all(
-    packing: list[list[int]], members: dict[int, Member], step: int, layout: Layout, options: AssemblyOptions
-) -> list[Microbatch]:
-    alignment = alignment_of(layout, options.sequence_parallel)
-    return [lay_out([members[n] for n in numbers], step, alignment, options) for numbers in packing]
+def _lay_out(members: Sequence[Member], step: int, layout: Layout, coords: RankCoords, options: AssemblyOptions) -> Microbatch:
+    whole = lay_out(members, step, alignment_of(layout, options.sequence_parallel), options)
+    moved = shift_routes(whole, options.route_shift)
+    return cut_routes(moved, layout, coords, sequence_parallel=options.sequence_parallel)
 
 
-def _read(plan: StepPlan, numbers: Sequence[int], spool: Spool, options: AssemblyOptions) -> list[Rollout]:
-    """The rollouts of these entries, checked against contract and plan; each file is opened once."""
-    payloads: dict[str, Payload] = {}
-    rollouts = []
-    for entry in (plan.entries[number] for number in numbers):
-        if entry.file not in payloads:
-            payloads[entry.file] = spool.payload(entry.file)
-        payload = payloads[entry.file]
+class _Reader:
+    """The rollouts of a plan's entries, checked against contract and plan; each file is opened once."""
+
+    def __init__(self, plan: StepPlan, spool: Spool, options: AssemblyOptions) -> None:
+        self._plan, self._spool, self._options = plan, spool, options
+        self._payloads: dict[str, Payload] = {}
+
+    def __call__(self, entry: PlanEntry) -> Rollout:
+        if entry.file not in self._payloads:
+            self._payloads[entry.file] = self._spool.payload(entry.file)
+        payload, options = self._payloads[entry.file], self._options
         rollout = payload.rollout(entry.index, options.moe_layers if options.replays_routes else ())
-        _check_against_plan(rollout, entry, payload, plan.step)
+        _check_against_plan(rollout, entry, payload, self._plan.step)
         check_rollout(rollout, options.readable_contract)
-        rollouts.append(rollout)
-    return rollouts
+        return rollout
 
 
 def _check_against_plan(rollout: Rollout, entry: PlanEntry, payload: Payload, step: int) -> None:

@@ -24,7 +24,8 @@ class Member:
 
 
 def lay_out(members: Sequence[Member], step: int, alignment: Alignment, options: AssemblyOptions) -> Microbatch:
-    """The members' segments one after the other, each padded to its own multiple, then a segment that fills up to the whole's."""
+    """The members' segments one after the other, each padded to its own multiple, then a segment that fills up to the whole's. With the
+    routes of all positions."""
     lengths = [m.rollout.num_tokens for m in members]
     ends = np.cumsum([0] + [alignment.padded(length) for length in lengths])
     num_positions = alignment.padded_total(max(1, int(ends[-1])))
@@ -72,6 +73,7 @@ def _blank(num_positions: int, options: AssemblyOptions) -> Columns:
         "completion_index": full(-1, np.int32),
         "routed_experts": routes,
         "route_mask": None if routes is None else full(False, np.bool_),
+        "route_positions": None if routes is None else np.arange(num_positions),
     }
 
 

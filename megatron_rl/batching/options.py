@@ -20,6 +20,8 @@ class AssemblyOptions:
     routing_replay: bool = True
     moe_layers: tuple[int, ...] = ()
     """The MoE layers of this rank, by their number among the model's MoE layers, in the order in which its routers want them."""
+    route_shift: int = 0
+    """For a diagnosis: position i gets the recorded experts of position i + route_shift of its sequence; where there is none, none."""
 
     @property
     def replays_routes(self) -> bool:

@@ -241,7 +241,8 @@ class Precision(Section):
     rollouts = "nvfp4"; gradients go straight through to the weights. native: Megatron's fp4 training by Transformer Engine's
     NVFP4BlockScaling recipe, on Blackwell GPUs only."""
     rollouts: Literal["full", "nvfp4"] = "full"
-    """nvfp4: the servers get packed NVFP4 weights. On a CPU they unpack them into `model.dtype`."""
+    """nvfp4: the servers get packed NVFP4 weights: over NCCL into vLLM's NVFP4 layers; over Gloo, as on a CPU, they unpack them into
+    `model.dtype`."""
     activations: Literal["full", "nvfp4"] = "full"
     """nvfp4: with training = "qat", inputs of the quantised linear maps go through NVFP4, too (W4A4); gradients go straight through."""
     activation_amax: Annotated[float, Field(gt=0.0)] = 256.0

@@ -88,6 +88,11 @@ class Config(Section):
         return asked if asked != "auto" else ("nccl" if self.device == "cuda" else "gloo")
 
     @property
+    def servers_have_nvfp4_layers(self) -> bool:
+        """And take packed weights as they are. Gloo's engine unpacks them."""
+        return self.precision.rollouts == "nvfp4" and self.transport == "nccl"
+
+    @property
     def keep_set_source(self) -> Literal["native", "processed_logprobs"]:
         """Which of the engine's two ways to tell a keep-set is used; one choice for the whole run."""
         asked = self.rollouts.keep_set_source
@@ -240,19 +245,19 @@ def _activations_have_their_mode(c: Config) -> str | None:
         return None
     if p.training != "qat":
         return f"precision.activations = 'nvfp4' needs precision.training = 'qat', not '{p.training}'"
-    if c.device == "cpu" and c.weight_sync.probe_tolerance is None:
+    if not c.servers_have_nvfp4_layers and c.weight_sync.probe_tolerance is None:
         return (
-            "precision.activations = 'nvfp4' on a CPU: the servers there multiply whole activations; set weight_sync.probe_tolerance to the "
-            "difference that you accept"
+            "precision.activations = 'nvfp4': servers that get their weights over gloo, as on a CPU, or whole, multiply whole activations; set "
+            "weight_sync.probe_tolerance to the difference that you accept"
         )
     return None
 
 
 def _packed_weights_have_a_taker(c: Config) -> str | None:
-    if c.precision.rollouts == "nvfp4" and c.transport == "nccl":
+    if c.servers_have_nvfp4_layers and c.model.dtype != "bfloat16":
         return (
-            "precision.rollouts = 'nvfp4' over nccl: servers are not yet started with vLLM's own NVFP4 layers, which alone could take packed "
-            "weights there; use weight_sync.transport = 'gloo', whose engine unpacks them"
+            f"precision.rollouts = 'nvfp4' over nccl with model.dtype = '{c.model.dtype}': vLLM's NVFP4 layers multiply in bfloat16; set "
+            "model.dtype = 'bfloat16', or weight_sync.transport = 'gloo', whose engine unpacks the weights"
         )
     return None
 

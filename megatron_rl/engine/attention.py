@@ -12,7 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_rl.engine.context import SequenceSlice, gather_positions
+from megatron_rl.batching import SequenceSlice
+from megatron_rl.engine.context import gather_positions
 
 
 class PackedAttention(torch.nn.Module):

@@ -7,8 +7,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_rl.batching import Microbatch
-from megatron_rl.engine.context import SequenceSlice
+from megatron_rl.batching import Microbatch, SequenceSlice
 from megatron_rl.engine.replay import Routes
 from megatron_rl.keep_set import KeepSets
 

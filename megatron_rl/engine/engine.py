@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.batching import Microbatch
+from megatron_rl.batching import Microbatch, SequenceSlice, routed_positions
 from megatron_rl.config import Config
 from megatron_rl.engine.batch import DeviceMicrobatch, to_device
 from megatron_rl.engine.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.engine.clock import Clock
-from megatron_rl.engine.context import SequenceSlice
 from megatron_rl.engine.dropout import dropping_out
 from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.engine.gather import HfTensors
@@ -35,7 +34,7 @@ from megatron_rl.engine.state import state_tensors
 from megatron_rl.layouts import HeldParameter, ParameterTable, Placement
 from megatron_rl.metrics import Metric, merge
 from megatron_rl.objective import Denominators, Measured
-from megatron_rl.precision import selection_of
+from megatron_rl.precision import selection_of, wire_layout
 
 Weights = dict[tuple[int, str], Tensor]
 """One rank's weights on the host, by chunk and Megatron's name; only an Engine of the same layout can make use of them."""
@@ -230,7 +229,8 @@ class Engine:
         run; or with NVFP4 weights packed."""
         if self.config.precision.rollouts == "full":
             return self.hf_tensors().without(self.table.mtp_names)
-        return Nvfp4Tensors(self.hf_tensors(), self._quantiser)
+        layout = wire_layout(self.config.precision, own_layers=self.config.servers_have_nvfp4_layers)
+        return Nvfp4Tensors(self.hf_tensors(), self._quantiser, layout)
 
     def full_gradients(self, microbatches: Sequence[Microbatch], loss: Loss, denominators: Denominators) -> HfTensors:
         """Gradients of the step's loss, fp32, under Hugging Face names, gathered to rank 0 as they are iterated. No update is
@@ -292,19 +292,19 @@ class Engine:
 
     def _to_device(self, microbatch: Microbatch, old: np.ndarray | None, reference: np.ndarray | None) -> DeviceMicrobatch:
         slices = SequenceSlice.of(microbatch.segment_ends, self.groups.layout.cp, self.groups.coords.cp)
-        routes = self._routes(microbatch, slices.own)
+        routes = self._routes(microbatch)
         return to_device(microbatch, slices, self.groups.device, routes, old_logprobs=old, reference_logprobs=reference)
 
-    def _routes(self, microbatch: Microbatch, tokens: np.ndarray) -> Routes | None:
+    def _routes(self, microbatch: Microbatch) -> Routes | None:
         moe = self.table.architecture.moe
         if microbatch.routed_experts is None or moe is None:
             return None
-        if self.config.sequence_parallel:
-            part, tp = len(tokens) // self.groups.layout.tp, self.groups.coords.tp
-            tokens = tokens[tp * part : (tp + 1) * part]
+        own = routed_positions(
+            microbatch.segment_ends, self.groups.layout, self.groups.coords, sequence_parallel=self.config.sequence_parallel
+        )
         return make_routes(
-            microbatch.routed_experts, microbatch.route_mask, num_layers=len(self.moe_layers), num_experts=moe.num_experts,
-            top_k=moe.top_k, tokens=tokens, device=self.groups.device,
+            microbatch.routed_experts, microbatch.route_mask, microbatch.route_positions, own=own, num_layers=len(self.moe_layers),
+            num_experts=moe.num_experts, top_k=moe.top_k, device=self.groups.device,
         )  # fmt: skip
 
     def _forward_backward(

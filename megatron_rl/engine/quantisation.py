@@ -17,7 +17,15 @@ from megatron_rl.config.sections import Precision
 from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.engine.gather import HfTensors, TensorInfo
 from megatron_rl.layouts import HeldParameter
-from megatron_rl.precision import QuantisationError, Selection, amax_of, check_cuts, fake_quantise, packed_specs, quantised_stream
+from megatron_rl.precision import (
+    CheckpointLayout,
+    QuantisationError,
+    Selection,
+    amax_of,
+    check_cuts,
+    fake_quantise,
+    quantised_stream,
+)
 
 
 class PolicyQuantiser:
@@ -78,11 +86,11 @@ class PolicyQuantiser:
 
 
 class Nvfp4Tensors:
-    """The policy under Hugging Face names as HfTensors gives it, quantised matrices as ModelOpt's three tensors; iterating is a
+    """The policy under Hugging Face names as HfTensors gives it, quantised matrices as the tensors of a layout; iterating is a
     collective. They are quantised as they pass, from the whole matrices: what the ranks' passes see, to the last bit."""
 
-    def __init__(self, tensors: HfTensors, quantiser: PolicyQuantiser) -> None:
-        self._tensors, self._quantiser = tensors, quantiser
+    def __init__(self, tensors: HfTensors, quantiser: PolicyQuantiser, layout: CheckpointLayout) -> None:
+        self._tensors, self._quantiser, self._layout = tensors, quantiser, layout
 
     @property
     def metadata(self) -> list[TensorInfo]:
@@ -92,12 +100,12 @@ class Nvfp4Tensors:
             found
             for info in self._tensors.metadata
             for found in (
-                [TensorInfo(*spec) for spec in packed_specs(info.name, info.shape)] if info.name in quantised else [info]
+                [TensorInfo(*spec) for spec in self._layout.specs(info.name, info.shape)] if info.name in quantised else [info]
             )
         ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
-        yield from quantised_stream(self._tensors, self._quantiser.selection.group_of, self._quantiser.amaxes())
+        yield from quantised_stream(self._tensors, self._quantiser.selection.group_of, self._quantiser.amaxes(), self._layout)
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -39,27 +39,29 @@ class Routes:
 def make_routes(
     experts: np.ndarray,
     recorded: np.ndarray,
+    positions: np.ndarray,
     *,
+    own: np.ndarray,
     num_layers: int,
     num_experts: int,
     top_k: int,
-    tokens: np.ndarray,
     device: torch.device,
 ) -> Routes:
-    """Check the rows of one microbatch and take those of this rank's tokens.
+    """Check the rows of one microbatch, cut to this rank's tokens.
 
-    experts: u8 | u16 [N, L, K], the layers in the order of the model; recorded: bool [N]. tokens: i64 [T], this rank's of the N positions.
-    Raises RouteError at the first broken rule, looking at this rank's tokens alone.
+    experts: u8 | u16 [T, L, K], the layers in the order of the model; recorded: bool [T]; positions: i64 [T], the rows' among the N of the
+    microbatch. own: i64 [T], the positions that this rank's routers see. Raises RouteError at the first broken rule.
     """
-    shape = (len(recorded), num_layers, top_k)
+    if not np.array_equal(positions, own):
+        raise RouteError(f"{len(positions)} routes are not those of this rank's {len(own)} tokens; rule: routes are cut for their own rank")
+    shape = (len(own), num_layers, top_k)
     if experts.shape != shape:
         raise RouteError(f"routes of shape {experts.shape}; rule: [tokens, MoE layers of this rank, experts per token] = {shape}")
     if experts.dtype not in (np.uint8, np.uint16):
         raise RouteError(f"routes of dtype {experts.dtype}; rule: uint8 or uint16, which cannot hold a 'no route' marker")
     if experts.dtype == np.uint8 and num_experts > 256:
         raise RouteError(f"uint8 routes for {num_experts} experts; rule: more than 256 experts need uint16")
-    experts, recorded = experts[tokens], recorded[tokens]
-    _check_rows(experts, recorded, num_experts, tokens)
+    _check_rows(experts, recorded, num_experts, positions)
     ordered = torch.from_numpy(np.ascontiguousarray(experts.transpose(1, 0, 2))).to(torch.int64)
     mask = None if recorded.all() else torch.from_numpy(recorded).to(device)
     return Routes(ordered.to(device), mask)

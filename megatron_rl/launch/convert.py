@@ -10,7 +10,7 @@ from megatron_rl.config import RunFolder
 from megatron_rl.config.sections import Precision
 from megatron_rl.conversion import QuantisedAs, hf_to_megatron, megatron_to_hf
 from megatron_rl.conversion.convert import Report
-from megatron_rl.precision import layout_named
+from megatron_rl.precision import stored_layout
 
 
 def convert_hf_to_megatron(source: Path, out: Path, resume: bool) -> None:
@@ -31,8 +31,7 @@ def quantised_as(source: Path, layout: str, modules: list[str] | None, exclude: 
     chosen = Precision.model_validate(
         {**section.model_dump(), **{key: value for key, value in (("modules", modules), ("exclude", exclude)) if value is not None}}
     )
-    amax = chosen.activation_amax if chosen.activations == "nvfp4" else None
-    return QuantisedAs(layout_named(layout)(amax), tuple(chosen.modules), tuple(chosen.exclude))
+    return QuantisedAs(stored_layout(chosen, layout), tuple(chosen.modules), tuple(chosen.exclude))
 
 
 @contextmanager

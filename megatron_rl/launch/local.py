@@ -45,7 +45,7 @@ def lay_ready(config: Config, folder: RunFolder) -> None:
     """
     folder.make()
     with _written_aside(config) as file:
-        prepare_model(file, folder.model)
+        prepare_model(file, folder)
     folder.create(config)
     folder.job_file.unlink(missing_ok=True)  # a run that was a job of Slurm, and goes on here
     Spool(folder.path).create()
@@ -60,9 +60,9 @@ def check_before_start(config: Config) -> None:
     check_sinks(config)
 
 
-def prepare_model(config_file: Path, model: Path | None) -> dict[str, object]:
-    """Check the model, and lay it ready in the folder `model` if given; in a process of its own, since this one stays without torch."""
-    argv = [sys.executable, "-m", "megatron_rl.launch.prepare", str(config_file), *([str(model)] if model else [])]
+def prepare_model(config_file: Path, folder: RunFolder | None) -> dict[str, object]:
+    """Check the model, and lay it ready in the run's folder if given; in a process of its own, since this one stays without torch."""
+    argv = [sys.executable, "-m", "megatron_rl.launch.prepare", str(config_file), *([str(folder.path)] if folder else [])]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, preexec_fn=dying_with_me())
     if done.returncode:
         raise ConfigError(done.stderr.strip() or f"{' '.join(argv)} ended with status {done.returncode}")

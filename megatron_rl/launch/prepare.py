@@ -1,26 +1,27 @@
 """The model of a run, checked and laid ready before anything is started; a process of its own, since it needs torch.
 
-    python -m megatron_rl.launch.prepare CONFIG_TOML MODEL_FOLDER      makes MODEL_FOLDER and prints what the model is, as JSON
-    python -m megatron_rl.launch.prepare CONFIG_TOML                   only checks and prints
+    python -m megatron_rl.launch.prepare CONFIG_TOML RUN_FOLDER      makes RUN_FOLDER/model and prints what the model is, as JSON
+    python -m megatron_rl.launch.prepare CONFIG_TOML                 only checks and prints
 """
 
 import json
 import sys
 from pathlib import Path
 
-from megatron_rl.config import Config, ConfigError, load_config
+from megatron_rl.config import Config, ConfigError, RunFolder, load_config
 from megatron_rl.conversion import CheckpointError, HfCheckpoint, make_random_model, open_checkpoint, table_of
-from megatron_rl.conversion.model_files import read_config
+from megatron_rl.conversion.model_files import read_config, write_model_files
+from megatron_rl.conversion.outgoing import left_out
 from megatron_rl.layouts import ParameterTable, Placement
-from megatron_rl.precision import check_cuts, selection_of
+from megatron_rl.precision import check_cuts, selection_of, stored_layout
 from megatron_rl.tasks import TextEncoder
 from megatron_rl.topology import Layout
 
 TOKENIZER_FILE = "tokenizer.json"
 
 
-def prepare(config: Config, folder: Path | None) -> dict[str, object]:
-    """Check the model against config and layout and, with a folder, put it there. Raises ValueError that says what does not fit."""
+def prepare(config: Config, run: RunFolder | None) -> dict[str, object]:
+    """Check the model against config and layout and, with a run's folder, put it there. Raises ValueError that says what does not fit."""
     if config.model.path is None:
         hf_config = dict(config.model.architecture or {})
         if config.task.chat_template:
@@ -38,12 +39,22 @@ def prepare(config: Config, folder: Path | None) -> dict[str, object]:
             raise ConfigError(f"model.mtp = 'trained': {config.model.path} holds no layer for multi-token prediction; leave model.mtp out")
         _check_tokenizer(config.model.path, config, int(hf_config["vocab_size"]))
     described = describe(hf_config, config)
-    if folder is not None and not folder.exists():
-        if config.model.path is None:
-            make_random_model(folder, hf_config, seed=config.run.seed)
-        else:
-            folder.symlink_to(config.model.path.resolve(), target_is_directory=True)
+    if run is not None:
+        _lay_ready(config, hf_config, run)
     return described
+
+
+def _lay_ready(config: Config, hf_config: dict, run: RunFolder) -> None:
+    if not run.model.exists():
+        if config.model.path is None:
+            make_random_model(run.model, hf_config, seed=config.run.seed)
+        else:
+            run.model.symlink_to(config.model.path.resolve(), target_is_directory=True)
+    if config.servers_have_nvfp4_layers:
+        table = ParameterTable(hf_config)
+        described = stored_layout(config.precision).config(*left_out(table, selection_of(config.precision, table)))
+        run.nvfp4_model.mkdir(exist_ok=True)
+        write_model_files(run.nvfp4_model, read_config(run.model) | {"quantization_config": described}, run.model)
 
 
 def describe(hf_config: dict, config: Config) -> dict[str, object]:
@@ -89,7 +100,7 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 def main(arguments: list[str]) -> int:
     try:
-        described = prepare(load_config(Path(arguments[0])), Path(arguments[1]) if len(arguments) > 1 else None)
+        described = prepare(load_config(Path(arguments[0])), RunFolder(Path(arguments[1])) if len(arguments) > 1 else None)
     except (ValueError, CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

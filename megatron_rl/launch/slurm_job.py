@@ -32,7 +32,7 @@ def live(folder: RunFolder) -> int:
     config = folder.config()
     with folder.claimed():
         count_life(folder, config.slurm.max_lives_without_checkpoint)
-        prepare_model(folder.config_file, folder.model)
+        prepare_model(folder.config_file, folder)
         Spool(folder.path).create()
         machines = ClusterMachines(config, folder, os.environ["MEGATRON_RL_LIFE"])
         end = asyncio.run(run(config, folder, machines, resume=True, stop_signals=(signal.SIGUSR1, STOP, signal.SIGTERM)))

@@ -13,7 +13,7 @@ def server_process(config: Config, folder: RunFolder, slot: int, host: str, port
     """One vLLM server, which listens on host:port. `life` counts its starts, so that a restarted server does not sample the same tokens again."""
     s, on_cpu = config.servers, config.device == "cpu"
     argv, env = server_command(
-        str(folder.model), host, port,
+        str(folder.nvfp4_model if config.servers_have_nvfp4_layers else folder.model), host, port,
         device=config.device, dtype=config.model.dtype, max_model_len=config.model.max_sequence_length, max_num_seqs=s.max_num_seqs,
         keep_set_source=config.keep_set_source, max_logprobs=config.rollouts.max_keep_set,
         weight_transfer=config.transport, key=key, seed=config.run.seed + 1000 * slot + life,

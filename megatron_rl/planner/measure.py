@@ -23,9 +23,9 @@ MEASURED = "measured"
 LARGEST_TIME_ERROR, LARGEST_MEMORY_ERROR = 0.25, 0.10
 """Of a layout that the fit has not seen; beyond them the measurement was disturbed, or the model of the machine is wrong."""
 
-AGREE, MOST_RUNS = 1.04, 5
-"""A case is run again until its two fastest runs differ by less than this factor: something else on the machine lengthens a whole run,
-and hardly two by as much."""
+AGREE, FEWEST_ROUNDS, MOST_ROUNDS = 1.04, 3, 6
+"""All cases are run in turn, round after round, each until its two fastest runs differ by less than this factor: what else goes on in a
+machine slows it for minutes, which runs of one case behind one another would take for the case's own."""
 
 _SIZES = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "moe_intermediate_size": 256, "num_hidden_layers": 4,
@@ -100,10 +100,13 @@ def measure_machine(
     small = shrunken(hf_config)
     counts = ParameterCounts(small)
     cases = CASES if counts.architecture.moe else DENSE_CASES
-    measured: list[RankMeasurement] = []
-    for number, case in enumerate(cases, 1):
-        announce(f"{number} of {len(cases)}: {case.candidate.describe()}, recompute {case.candidate.recompute}")
-        measured.append(_settled(_config_of(config, small, case.candidate), case))
+    runs: list[list[RankMeasurement]] = [[] for _ in cases]
+    for number in range(1, MOST_ROUNDS + 1):
+        unsettled = [(case, done) for case, done in zip(cases, runs, strict=True) if number <= FEWEST_ROUNDS or not _is_settled(done)]
+        for case, done in unsettled:
+            announce(f"round {number}, {len(unsettled)} layouts: {case.candidate.describe()}, recompute {case.candidate.recompute}")
+            done.append(_run(_config_of(config, small, case.candidate), case))
+    measured = [RankMeasurement(min(run.step_s for run in done), min(run.peak_bytes for run in done)) for done in runs]
     of_fit = [(case, found) for case, found in zip(cases, measured, strict=True) if case.fits]
     machine = fitted(
         counts, replace(machine, name=MEASURED, source=f"measured: {len(of_fit)} layouts of a shrunken model"), of_fit
@@ -111,15 +114,9 @@ def measure_machine(
     return machine, [_compare(counts, machine, case, found) for case, found in zip(cases, measured, strict=True)]
 
 
-def _settled(config: Config, case: Case) -> RankMeasurement:
-    """The fastest of its runs."""
-    runs: list[RankMeasurement] = []
-    while len(runs) < MOST_RUNS:
-        runs.append(_run(config, case))
-        seconds = sorted(run.step_s for run in runs)
-        if len(runs) > 1 and seconds[1] < AGREE * seconds[0]:
-            break
-    return RankMeasurement(min(run.step_s for run in runs), min(run.peak_bytes for run in runs))
+def _is_settled(runs: list[RankMeasurement]) -> bool:
+    fastest, next_one = sorted(run.step_s for run in runs)[:2]
+    return next_one < AGREE * fastest
 
 
 def _run(config: Config, case: Case) -> RankMeasurement:

@@ -5,7 +5,7 @@ quantised = quantise(matrix, amax)              # packed bytes, block scales, gl
 dequantise(quantised), fake_quantise(matrix, amax)    # the same values, to the last bit
 """
 
-from megatron_rl.precision.checkpoint import LAYOUTS, CheckpointLayout, layout_named
+from megatron_rl.precision.checkpoint import LAYOUTS, CheckpointLayout, layout_named, stored_layout
 from megatron_rl.precision.nvfp4 import (
     BLOCK,
     Nvfp4,
@@ -17,7 +17,7 @@ from megatron_rl.precision.nvfp4 import (
     quantise,
 )
 from megatron_rl.precision.selection import Selection, check_cuts, selection_of
-from megatron_rl.precision.stream import packed_specs, quantised_stream
+from megatron_rl.precision.stream import quantised_stream, wire_layout
 from megatron_rl.precision.unpacking import Unpacker
 
 __all__ = [
@@ -34,8 +34,9 @@ __all__ = [
     "encoding_scale",
     "fake_quantise",
     "layout_named",
-    "packed_specs",
     "quantise",
     "quantised_stream",
     "selection_of",
+    "stored_layout",
+    "wire_layout",
 ]

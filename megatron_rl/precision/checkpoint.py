@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from megatron_rl.config.sections import Precision
 from megatron_rl.precision.nvfp4 import BLOCK, Nvfp4, QuantisationError, encoding_scale, quantise
 
 _WEIGHT = "weight"
@@ -138,3 +139,8 @@ def layout_named(name: str) -> type[CheckpointLayout]:
     if name not in LAYOUTS:
         raise QuantisationError(f"no layout of NVFP4 checkpoints is called {name!r}; there are {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
+
+
+def stored_layout(precision: Precision, name: str = "modelopt") -> CheckpointLayout:
+    """In which servers find what a run with this configuration trains: whether they quantise activations, too, and by which scale."""
+    return layout_named(name)(precision.activation_amax if precision.activations == "nvfp4" else None)

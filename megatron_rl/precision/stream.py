@@ -2,21 +2,23 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-import torch
 from torch import Tensor
 
-from megatron_rl.precision.checkpoint import ModelOpt
+from megatron_rl.config.sections import Precision
+from megatron_rl.precision.checkpoint import CheckpointLayout, ModelOpt
 
-_WIRE = ModelOpt()
 
+def wire_layout(precision: Precision, *, own_layers: bool) -> ModelOpt:
+    """own_layers: whether the servers have NVFP4 layers; others unpack what they get.
 
-def packed_specs(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """(name, shape, dtype) of what the tensor `name` (MODULE.weight) of [outputs, inputs] becomes."""
-    return _WIRE.specs(name, shape)
+    vLLM's layers have a place for the scale of activations even where they quantise none (W4A16), and a layer is loaded as soon as all of
+    it has come: without this scale none would be before the end of the update, and the server would hold all weights twice.
+    """
+    return ModelOpt(precision.activation_amax) if own_layers else ModelOpt()
 
 
 def quantised_stream(
-    tensors: Iterable[tuple[str, Tensor | None]], group_of: Mapping[str, str], amaxes: Mapping[str, Tensor]
+    tensors: Iterable[tuple[str, Tensor | None]], group_of: Mapping[str, str], amaxes: Mapping[str, Tensor], layout: CheckpointLayout
 ) -> Iterator[tuple[str, Tensor | None]]:
     """`tensors` by Hugging Face names, each quantised one as its packed tensors. None (on a rank that only gathers) stays None.
 
@@ -26,6 +28,6 @@ def quantised_stream(
         if name not in group_of:
             yield name, tensor
         elif tensor is None:
-            yield from ((part, None) for part, _, _ in packed_specs(name, (0, 0)))
+            yield from ((part, None) for part, _, _ in layout.specs(name, (0, 0)))
         else:
-            yield from _WIRE.tensors(name, tensor, amaxes[group_of[name]].to(tensor.device)).items()
+            yield from layout.tensors(name, tensor, amaxes[group_of[name]].to(tensor.device)).items()

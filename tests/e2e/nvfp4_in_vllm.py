@@ -1,9 +1,12 @@
-"""vLLM's own config parser, model and loaders on an NVFP4 checkpoint, without a GPU: `python -m tests.e2e.nvfp4_in_vllm FOLDER OUT PORT`.
+"""vLLM's own config parser, model and loaders on an NVFP4 checkpoint, without a GPU: `python -m tests.e2e.nvfp4_in_vllm FOLDER OUT PORT [UPDATE]`.
 
 Only what chooses and prepares kernels for a device is put aside. Everything else is vLLM's: it reads config.json, decides for each layer
 whether it is quantised, makes the parameters, loads the tensors into them and brings global scales into the form that kernels take. OUT gets,
 as safetensors: of each quantised linear map MODULE.weight, of each layer of experts MODULE.w13 and MODULE.w2, dequantised by vLLM from what the kernels
 would get; and every parameter of the other layers as it is.
+
+With UPDATE, a safetensors file, the model has dummy weights, as a server before its first update, and is given these by vLLM's layerwise
+reload, one tensor after the other. Then it must not wait for more of any layer.
 """
 
 import importlib
@@ -15,15 +18,21 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.utils import initialize_model
 
 _COMPRESSED = "vllm.model_executor.layers.quantization.compressed_tensors."
@@ -59,7 +68,7 @@ def as_it_is(**given: Any) -> tuple[Any, ...]:
     )
 
 
-def loaded_model(folder: str, port: str) -> nn.Module:
+def loaded_model(folder: str, port: str, update: str | None) -> nn.Module:
     leave_kernels_out()
     arguments = EngineArgs(
         model=folder,
@@ -68,6 +77,7 @@ def loaded_model(folder: str, port: str) -> nn.Module:
         skip_tokenizer_init=True,
         max_model_len=32,
         kv_cache_memory_bytes=1 << 26,
+        load_format="auto" if update is None else "dummy",
     )
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):
@@ -86,7 +96,23 @@ def loaded_model(folder: str, port: str) -> nn.Module:
                 and hasattr(method, "process_weights_after_loading")
             ):
                 method.process_weights_after_loading(module)
+        if update is not None:
+            reload(model, load_file(update), config.model_config)
     return model
+
+
+def reload(model: nn.Module, tensors: dict[str, Tensor], model_config: Any) -> None:
+    """As vLLM's NCCL engine does it."""
+    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod):
+        method.process_weights_after_loading = lambda self, layer: None  # a CPU's own packing
+    initialize_layerwise_reload(model)
+    for name, tensor in tensors.items():
+        assert model.load_weights([(name, tensor)]), name
+    for path, module in model.named_modules():
+        info = get_layerwise_info(module)
+        waits = info.can_load() and bool(list(module.parameters(recurse=False))) and not isinstance(module, Attention)
+        assert not waits, f"{path} has {info.load_numel} of {info.load_numel_total} elements"
+    finalize_layerwise_reload(model, model_config)
 
 
 def values(packed: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
@@ -118,8 +144,7 @@ def contents(model: nn.Module) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
+    folder, out, port, *update = sys.argv[1:]
     with torch.no_grad():
-        save_file(
-            {name: tensor.clone().contiguous() for name, tensor in contents(loaded_model(sys.argv[1], sys.argv[3])).items()},
-            Path(sys.argv[2]),
-        )
+        found = contents(loaded_model(folder, port, *(update or [None])))
+        save_file({name: tensor.clone().contiguous() for name, tensor in found.items()}, Path(out))

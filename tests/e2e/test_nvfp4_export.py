@@ -10,15 +10,19 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_rl.config.sections import Precision
 from megatron_rl.conversion import HfCheckpoint, hf_to_megatron, make_random_model
+from megatron_rl.conversion.model_files import write_model_files
+from megatron_rl.conversion.outgoing import left_out
 from megatron_rl.layouts import ParameterTable
-from megatron_rl.precision import Selection, amax_of, fake_quantise
+from megatron_rl.precision import Selection, amax_of, fake_quantise, quantised_stream, selection_of, stored_layout, wire_layout
 from tests.architecture.source import REPOSITORY
 
 pytest.importorskip("vllm")
@@ -57,11 +61,11 @@ def export(folder: Path, layout: str, *options: str) -> Path:
     return folder / layout
 
 
-def in_vllm(folder: Path) -> dict[str, Tensor]:
+def in_vllm(folder: Path, *update: Path) -> dict[str, Tensor]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     out = folder.with_suffix(".safetensors")
-    command = [sys.executable, "-m", "tests.e2e.nvfp4_in_vllm", str(folder), str(out), str(port)]
+    command = [sys.executable, "-m", "tests.e2e.nvfp4_in_vllm", str(folder), str(out), str(port), *map(str, update)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return load_file(out)
@@ -69,10 +73,15 @@ def in_vllm(folder: Path) -> dict[str, Tensor]:
 
 def trainers_values(source: Mapping[str, Tensor], selection: Selection) -> dict[str, Tensor]:
     """Without a checkpoint in between: each group by its own largest magnitude."""
+    amaxes = amaxes_of(source, selection)
+    return {name: fake_quantise(source[name].float(), amaxes[group]) for name, group in selection.group_of.items()}
+
+
+def amaxes_of(source: Mapping[str, Tensor], selection: Selection) -> dict[str, Tensor]:
     amaxes: dict[str, Tensor] = {}
     for name, group in selection.group_of.items():
         amaxes[group] = torch.maximum(amaxes.get(group, torch.zeros(())), amax_of(source[name]))
-    return {name: fake_quantise(source[name].float(), amaxes[group]) for name, group in selection.group_of.items()}
+    return amaxes
 
 
 def as_vllm_fuses(values: dict[str, Tensor], name: str) -> Tensor:
@@ -121,6 +130,23 @@ def test_vllm_gets_the_trainers_values(source: Path, layout: str) -> None:
     exclude = ["model.layers.0.self_attn", "model.layers.2.mlp.experts"]
     found = in_vllm(export(source, layout, "--quantize-exclude", ",".join(exclude)))
     check(found, source, Selection(ParameterTable(MOE), exclude=exclude))
+
+
+@pytest.mark.parametrize("precision", [{}, {"activations": "nvfp4", "activation_amax": 64.0}], ids=["w4a16", "w4a4"])
+def test_a_weight_update_gives_vllms_nvfp4_layers_the_trainers_values(source: Path, tmp_path: Path, precision: dict[str, Any]) -> None:
+    """From the configuration that such servers are started with, and the stream that they are sent, over what transport ever."""
+    section = Precision(training="qat", rollouts="nvfp4", exclude=["model.layers.2.mlp.experts"], **precision)
+    plain, table = HfCheckpoint.open(source / "hf"), ParameterTable(MOE)
+    selection = selection_of(section, table)
+    write_model_files(tmp_path, plain.config | {"quantization_config": stored_layout(section).config(*left_out(table, selection))}, None)
+    stream = quantised_stream(
+        ((name, plain[name]) for name in plain), selection.group_of, amaxes_of(plain, selection), wire_layout(section, own_layers=True)
+    )
+    save_file({name: tensor for name, tensor in stream if tensor is not None}, tmp_path / "update.safetensors")
+    found = in_vllm(tmp_path, tmp_path / "update.safetensors")
+    check(found, source, selection)
+    inputs = [tensor for name, tensor in found.items() if name.endswith(("input_global_scale", "_input_scale"))]
+    assert bool(inputs) and (not precision or all(torch.equal(t, torch.full_like(t, 64.0) / 2688) for t in inputs))
 
 
 @pytest.mark.slow

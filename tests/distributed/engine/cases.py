@@ -95,7 +95,7 @@ class Run:
         self.microbatches = microbatches_of(
             self.members,
             setting.layout,
-            groups.coords.dp,
+            groups.coords,
             options,
             max_tokens=setting.max_tokens,
             multiple_of=setting.multiple_of,

@@ -56,7 +56,7 @@ def packed(run: Run, members: list[Member], setting: Setting) -> list[Microbatch
     """All sequences, as one data-parallel rank would have them."""
     options = options_of(setting.model, moe_layers=run.engine.moe_layers, sequence_parallel=run.config.sequence_parallel)
     alone = replace(setting.layout, world_size=setting.layout.world_size // setting.layout.dp, ep=1, etp=1)
-    return microbatches_of(members, alone, 0, options, max_tokens=setting.max_tokens)
+    return microbatches_of(members, alone, replace(run.groups.coords, dp=0), options, max_tokens=setting.max_tokens)
 
 
 def step_without_loss(rank: int, setting: Setting) -> tuple[dict[str, float], bool]:

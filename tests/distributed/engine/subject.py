@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.batching import Microbatch, alignment_of, pack
+from megatron_rl.batching import Microbatch, alignment_of, cut_routes, pack
 from megatron_rl.batching.lay_out import Member, lay_out
 from megatron_rl.batching.options import AssemblyOptions
 from megatron_rl.config import Config
@@ -18,7 +18,7 @@ from megatron_rl.conversion import random_hf_tensors
 from megatron_rl.layouts import ModelArchitecture, ParameterTable
 from megatron_rl.objective import Denominators, PolicyLoss
 from megatron_rl.records import ModelContract, Rollout, Sampling
-from megatron_rl.topology import Layout
+from megatron_rl.topology import Layout, RankCoords
 
 
 def _models(file: str) -> dict[str, dict[str, Any]]:
@@ -125,20 +125,20 @@ def all_layers(model: str) -> tuple[int, ...]:
 def microbatches_of(
     members: list[Member],
     layout: Layout,
-    dp_rank: int,
+    coords: RankCoords,
     options: AssemblyOptions,
     *,
     max_tokens: int = MAX_TOKENS,
     multiple_of: int = 1,
 ) -> list[Microbatch]:
-    """Those of one data-parallel rank, each with the routes of that rank's layers alone, padded to a multiple of
-    `multiple_of`."""
+    """Those of one rank, each with the routes of that rank's layers and tokens alone, padded to a multiple of `multiple_of`."""
     lengths = [member.rollout.num_tokens for member in members]
     multiple = layout.pp if layout.vpp > 1 else 1
-    packing = pack(lengths, num_ranks=layout.dp, max_tokens=max_tokens, microbatch_multiple=multiple)[dp_rank]
+    packing = pack(lengths, num_ranks=layout.dp, max_tokens=max_tokens, microbatch_multiple=multiple)[coords.dp]
     alignment = alignment_of(layout, options.sequence_parallel)
     alignment = replace(alignment, total=lcm(alignment.total, multiple_of))
-    return [lay_out([_with_routes(members[n], options) for n in numbers], 0, alignment, options) for numbers in packing]
+    whole = (lay_out([_with_routes(members[n], options) for n in numbers], 0, alignment, options) for numbers in packing)
+    return [cut_routes(microbatch, layout, coords, sequence_parallel=options.sequence_parallel) for microbatch in whole]
 
 
 def _with_routes(member: Member, options: AssemblyOptions) -> Member:

@@ -60,9 +60,29 @@ def random_step(spool, count=9, **options):
 
 
 def microbatches_of_all(plan, spool, layout, options=OPTIONS):
-    """[data-parallel rank][microbatch], read by the first rank of each data-parallel replica."""
-    ranks = [next(r for r in range(layout.world_size) if layout.coords_of(r).dp == d) for d in range(layout.dp)]
-    return [microbatches_for(plan, spool, layout, layout.coords_of(rank), options) for rank in ranks]
+    """[data-parallel rank][microbatch], with the routes of all its ranks put together."""
+    replicas = []
+    for number in range(layout.dp):
+        of_rank = [r for r in range(layout.world_size) if (c := layout.coords_of(r)).dp == number and c.pp == 0]
+        read = [microbatches_for(plan, spool, layout, layout.coords_of(rank), options) for rank in of_rank]
+        replicas.append([put_together(parts) for parts in zip(*read, strict=True)])
+    return replicas
+
+
+def put_together(parts):
+    """One microbatch, as the ranks of a replica hold it; where two hold a row, it is the same."""
+    first = parts[0]
+    if first.routed_experts is None:
+        return first
+    routes = np.zeros((first.num_positions, *first.routed_experts.shape[1:]), dtype=first.routed_experts.dtype)
+    mask, count = np.zeros(first.num_positions, dtype=bool), np.zeros(first.num_positions, dtype=int)
+    for part in parts:
+        seen = count[part.route_positions] > 0
+        np.testing.assert_array_equal(routes[part.route_positions][seen], part.routed_experts[seen])
+        routes[part.route_positions], mask[part.route_positions] = part.routed_experts, part.route_mask
+        count[part.route_positions] += 1
+    assert (count == count[0]).all() and count[0] > 0
+    return replace(first, routed_experts=routes, route_mask=mask, route_positions=np.arange(first.num_positions))
 
 
 def check_slowly(m: Microbatch, rollouts, plan, options):
@@ -141,7 +161,8 @@ def test_every_position_against_the_slow_reading(spool, layout, sequence_paralle
 
 @pytest.mark.parametrize(("layout", "sequence_parallel"), LAYOUTS)
 def test_all_ranks_of_a_replica_see_the_same(spool, layout, sequence_parallel):
-    """Whatever its stage, tensor or context rank: only the routes differ, by the layers asked for."""
+    """Whatever its stage, tensor or context rank: only the routes differ, by the layers asked for and by the tokens that its routers see,
+    which are an equal share of them."""
     _, plan = random_step(spool)
     options = replace(OPTIONS, sequence_parallel=sequence_parallel)
     per_replica = microbatches_of_all(plan, spool, layout, options)
@@ -149,9 +170,12 @@ def test_all_ranks_of_a_replica_see_the_same(spool, layout, sequence_parallel):
         coords = layout.coords_of(rank)
         mine = microbatches_for(plan, spool, layout, coords, replace(options, moe_layers=(1,)))
         for m, reference in zip(mine, per_replica[coords.dp], strict=True):
-            np.testing.assert_array_equal(m.routed_experts, reference.routed_experts[:, 1:2])
+            shares = layout.cp * (layout.tp if sequence_parallel else 1)
+            assert len(m.route_positions) * shares == m.num_positions and m.routed_experts.base is None
+            np.testing.assert_array_equal(m.routed_experts, reference.routed_experts[m.route_positions, 1:2])
+            np.testing.assert_array_equal(m.route_mask, reference.route_mask[m.route_positions])
             for name in vars(m):
-                if name != "routed_experts":
+                if not name.startswith("route"):
                     np.testing.assert_array_equal(getattr(m, name), getattr(reference, name), err_msg=name)
 
 
@@ -170,7 +194,7 @@ def test_dtypes_are_those_of_the_record(spool):
         "tokens": "int64", "positions": "int64", "segment_ends": "int32", "targets": "int64", "loss_mask": "bool",
         "keep_ids": "int32", "keep_offsets": "int64", "full_rows": "bool", "singleton": "bool", "temperature": "float32",
         "rollout_logprobs": "float32", "advantages": "float32", "staleness": "int32", "sequence": "int32",
-        "completion_index": "int32", "routed_experts": "uint8", "route_mask": "bool",
+        "completion_index": "int32", "routed_experts": "uint8", "route_mask": "bool", "route_positions": "int64",
     }  # fmt: skip
 
 

@@ -23,13 +23,12 @@ def routes_of(
     experts: np.ndarray,
     recorded: np.ndarray | None = None,
     *,
-    tokens: np.ndarray = np.arange(NUM_TOKENS),  # noqa: B008 - never changed
+    positions: np.ndarray = np.arange(NUM_TOKENS),  # noqa: B008 - never changed
     num_experts: int = NUM_EXPERTS,
 ) -> Routes:
     return make_routes(
-        experts, np.ones(NUM_TOKENS, dtype=bool) if recorded is None else recorded, num_layers=NUM_LAYERS,
-        num_experts=num_experts,
-        top_k=TOP_K, tokens=tokens, device=torch.device("cpu"),
+        experts, np.ones(len(experts), dtype=bool) if recorded is None else recorded, positions, own=np.arange(NUM_TOKENS),
+        num_layers=NUM_LAYERS, num_experts=num_experts, top_k=TOP_K, device=torch.device("cpu"),
     )  # fmt: skip
 
 
@@ -83,10 +82,15 @@ def test_rows_without_a_route_are_not_looked_at() -> None:
     assert routes_of(rows()).recorded is None
 
 
-def test_a_rank_gets_its_own_slice_of_the_tokens_by_layer() -> None:
-    found = routes_of(changed(out_of_range), tokens=np.arange(3))  # the bad row is another rank's, which refuses it
+def test_a_rank_gets_the_rows_of_its_tokens_by_layer() -> None:
+    found = routes_of(rows())
     assert found.experts.dtype == torch.int64
-    assert np.array_equal(found.experts.numpy(), rows()[0:3].transpose(1, 0, 2))
+    assert np.array_equal(found.experts.numpy(), rows().transpose(1, 0, 2))
+
+
+def test_rows_of_another_rank_are_refused() -> None:
+    with pytest.raises(RouteError, match="cut for their own rank"):
+        routes_of(rows(), positions=np.arange(NUM_TOKENS) + 1)
 
 
 def live(scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
-from megatron_rl.config import Config, ConfigError
+from megatron_rl.config import Config, ConfigError, RunFolder
 from megatron_rl.conversion import QuantisedAs, hf_to_megatron, make_random_model, megatron_to_hf
 from megatron_rl.launch.prepare import prepare
+from megatron_rl.orchestrator.commands import server_process
 from megatron_rl.precision import LAYOUTS
 from megatron_rl.tasks import TaskError
 
@@ -30,10 +32,33 @@ def test_servers_would_be_built_for_a_quantised_folder(tmp_path: Path, layout: s
     hf_to_megatron(tmp_path / "whole", tmp_path / "megatron")
     megatron_to_hf(tmp_path / "megatron", tmp_path / "quantised", quantise=QuantisedAs(LAYOUTS[layout]()))
     with pytest.raises(ConfigError, match="weights are quantised.*convert hf-to-megatron .*quantised NEW"):
-        prepare(config(tmp_path / "quantised"), tmp_path / "run" / "model")
+        prepare(config(tmp_path / "quantised"), RunFolder(tmp_path / "run"))
     hf_to_megatron(tmp_path / "quantised", tmp_path / "dequantised")
     for folder in ("whole", "dequantised"):
         assert prepare(config(tmp_path / folder), None)["model_type"] == "qwen3"
+
+
+@pytest.mark.parametrize(("activations", "algorithm"), [("full", "W4A16_NVFP4"), ("nvfp4", "NVFP4")])
+def test_servers_with_nvfp4_layers_get_a_config_that_says_so(tmp_path: Path, activations: str, algorithm: str) -> None:
+    """The trainer's model stays what it is."""
+    make_random_model(tmp_path / "m", MODEL, seed=0)
+    plain = config(tmp_path / "m").model_dump()
+    precision = {"training": "qat", "rollouts": "nvfp4", "activations": activations, "modules": ["mlp"]}
+    quantised = Config.model_validate(plain | {"run": plain["run"] | {"device": "cuda"}, "precision": precision})
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    for _ in range(2):  # a resumed run finds it there
+        prepare(quantised, run)
+    whole, described = (json.loads((folder / "config.json").read_text()) for folder in (run.model, run.nvfp4_model))
+    assert "quantization_config" not in whole and described.pop("quantization_config") == {
+        "quant_method": "modelopt", "quant_algo": algorithm, "group_size": 16, "config_groups": ANY,
+        "ignore": ["lm_head", *(f"model.layers.0.self_attn.{name}_proj" for name in "qkvo")],
+    }  # fmt: skip
+    assert described == whole and not list(run.nvfp4_model.glob("*.safetensors"))
+    for device, folder in (("cuda", run.nvfp4_model), ("cpu", run.model)):
+        of = Config.model_validate(plain | {"run": plain["run"] | {"device": device}, "precision": precision, "weight_sync": {"probe_tolerance": 1.0}})
+        argv = server_process(of, run, 0, "127.0.0.1", 8000, 0, "key").argv
+        assert argv[argv.index("--model") + 1] == str(folder)
 
 
 def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:

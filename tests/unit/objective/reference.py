@@ -97,6 +97,7 @@ def random_microbatch(rng: np.random.Generator, lengths: list[int], *, first_num
         completion_index=np.full(num_positions, -1, dtype=np.int32),
         routed_experts=None,
         route_mask=None,
+        route_positions=None,
         num_padding=padding,
     )
 
