@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megatron_rl.batching import Microbatch, Spool, microbatches_for, split_step
@@ -21,7 +20,7 @@ from megatron_rl.engine import build_engine, start_process
 from megatron_rl.engine.checkpoint import CheckpointError
 from megatron_rl.engine.optimizer import learning_rate
 from megatron_rl.metrics import Metric, merge, to_floats
-from megatron_rl.objective import NUM_BINS, Denominators, PolicyLoss, ratio_quantiles
+from megatron_rl.objective import Denominators, PolicyLoss
 from megatron_rl.records import StepPlan, write_scores
 from megatron_rl.trainer.faults import ending_together
 from megatron_rl.trainer.fingerprint import Fingerprint, checksums
@@ -30,7 +29,7 @@ from megatron_rl.trainer.probe import Prober
 from megatron_rl.trainer.publisher import Publisher
 from megatron_rl.trainer.ranks import gather, gather_on_first, meet, share, the_rank
 from megatron_rl.trainer.saving import load_checkpoint, save_checkpoint, write_policy
-from megatron_rl.trainer.scored import KeepsLogProbs, completion_scores, shown_entries
+from megatron_rl.trainer.scored import KeepsLogProbs, completion_scores, shown_entries, step_ratio_quantiles
 from megatron_rl.trainer.set_sizes import set_size_counts, set_size_quantiles
 from megatron_rl.trainer.steering import Steering, steering_from_environment
 from megatron_rl.trainer.supervised import SupervisedStart
@@ -144,7 +143,7 @@ class Trainer:
         metrics = _over_updates(updates)
         updated = time.perf_counter()
         self.scores = self._shown_scores(parts, batches, keeping)
-        metrics |= self._ratio_quantiles(keeping) | self._set_sizes(batches)
+        metrics |= step_ratio_quantiles(keeping, self._speaks_of_loss, self.groups.device) | self._set_sizes(batches)
         metrics["own_s"] += time.perf_counter() - updated
         if self.config.fingerprints:
             metrics["fingerprint_s"] = self._take_fingerprint()
@@ -207,15 +206,6 @@ class Trainer:
             for part, batch, loss in zip(parts, batches, kept, strict=True):
                 own |= completion_scores(batch, loss.log_probs, part.entries, shown_entries(part, count))
         return {uid: scores for of_rank in gather_on_first(own) or () for uid, scores in of_rank.items()}
-
-    def _ratio_quantiles(self, kept: list[KeepsLogProbs]) -> dict[str, float]:
-        """Over all loss tokens of the step; a collective."""
-        counts = torch.zeros(NUM_BINS, dtype=torch.int64, device=self.groups.device)
-        if self._speaks_of_loss:
-            for of_microbatch in (counted for loss in kept for counted in loss.ratio_counts):
-                counts += of_microbatch
-        dist.all_reduce(counts)
-        return ratio_quantiles(counts)
 
     def _set_sizes(self, batches: list[list[Microbatch]]) -> dict[str, float]:
         """Quantiles over the step's loss tokens; a collective. All ranks of a replica know its microbatches: one speaks."""

@@ -1,13 +1,15 @@
-"""The log-probs that a step's loss was computed from, of a few of its rollouts, for the report."""
+"""The log-probs that a step's loss was computed from: their ratios to the rollouts', and of a few rollouts themselves, for the report."""
 
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.batching import Microbatch
 from megatron_rl.engine.head import Loss
-from megatron_rl.objective import Measured, TokenBatch, ratio_counts
+from megatron_rl.objective import NUM_BINS, Measured, TokenBatch, ratio_counts, ratio_quantiles
 from megatron_rl.records import PlanEntry, StepPlan
 
 
@@ -23,6 +25,17 @@ class KeepsLogProbs:
         self.log_probs.append(log_probs.detach())
         self.ratio_counts.append(ratio_counts(log_probs.detach()[batch.position] - batch.rollout_logprobs))
         return self._loss(log_probs, batch)
+
+
+def step_ratio_quantiles(kept: Sequence[KeepsLogProbs], speaks: bool, device: torch.device) -> dict[str, float]:
+    """Over all loss tokens of a step, of all ranks; a collective. speaks: whether this rank's tokens count; of several that see the same
+    ones, one speaks."""
+    counts = torch.zeros(NUM_BINS, dtype=torch.int64, device=device)
+    if speaks:
+        for of_microbatch in (counted for loss in kept for counted in loss.ratio_counts):
+            counts += of_microbatch
+    dist.all_reduce(counts)
+    return ratio_quantiles(counts)
 
 
 def shown_entries(plan: StepPlan, count: int) -> set[int]:
