@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.layouts import ParameterTable
 from megatron_rl.metrics import wide_console
 from megatron_rl.planner import Balanced, Machine, ParameterCounts, Workload, balance, candidate_of, machine_named, workload_of
 from megatron_rl.planner.choice import write_choice
@@ -40,6 +41,7 @@ def plan_and_print(
     if picture is not None:
         check_format(picture)  # before the search
     counts = ParameterCounts(hf_config_of(config))
+    _say_what_is_not_counted(console, config)
     if explain is not None:
         return _explain(console, counts, work, request, explain, config)
     balanced = balance(
@@ -100,6 +102,18 @@ def _explain(console: Console, counts: ParameterCounts, work: Workload, request:
     else:
         console.print("\nfits")
     return True
+
+
+def _say_what_is_not_counted(console: Console, config: Config) -> None:
+    if config.model.mtp != "trained":
+        return
+    with_mtp, without = (ParameterTable(hf_config_of(config), with_mtp=wanted).num_parameters for wanted in (True, False))
+    if with_mtp > without:
+        console.print(
+            f"[yellow]not counted[/yellow]: layers for multi-token prediction (model.mtp = 'trained'), {(with_mtp - without) / 1e9:.3g} billion "
+            "parameters, passes like a last layer's and the output layer's once more, all on the last stage: give that stage as many layers "
+            "fewer (layout.last_stage_layers), and leave room\n"
+        )
 
 
 def _print_nearest_feasible(
