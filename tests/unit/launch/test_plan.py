@@ -76,7 +76,7 @@ def test_layers_that_are_not_counted_are_said(file: Path, tmp_path: Path) -> Non
     hidden, expert = 4096, 3 * 4096 * 1408
     layer = 129 * expert + (2 * 96 + 2 * 8) * 128 * hidden + 128 * hidden
     found = re.search(r"not counted.* ([0-9.]+) billion", said("--model.mtp", "trained"))
-    assert float(found[1]) == pytest.approx((layer + 2 * hidden**2) / 1e9, rel=2e-3)  # printed with three digits; norms and biases
+    assert float(found[1]) == pytest.approx((layer + 2 * hidden**2) / 1e9, rel=4e-3)  # printed with three digits
 
 
 def test_an_infeasible_request_names_what_is_missing_and_what_would_do(file: Path) -> None:
