@@ -9,6 +9,9 @@ from megatron_rl.config import Config, RunFolder
 from megatron_rl.metrics import Sinks, print_summary, write_summary
 from megatron_rl.wire.control import Progress
 
+STEPS_OF_EQUAL_REWARDS = 5
+"""After as many steps in which no group had two different rewards a person is told: such steps change nothing."""
+
 
 class RunObserver:
     """The orchestrator's Observer over the sinks that the config names. Events also go to logs/events.log."""
@@ -19,9 +22,17 @@ class RunObserver:
         self._events = open(folder.logs / "events.log", "a")  # noqa: SIM115 - open until __exit__
         self._summary: Mapping[str, float] = {}
         self._examples: Sequence[dict] = ()
+        self._steps_of_equal_rewards = 0
 
     def batch(self, summary: Mapping[str, float], examples: Sequence[dict]) -> None:
         self._summary, self._examples = summary, examples
+        self._steps_of_equal_rewards = self._steps_of_equal_rewards + 1 if summary.get("equal_reward_share") == 1.0 else 0
+        if self._steps_of_equal_rewards == STEPS_OF_EQUAL_REWARDS:
+            self.event(
+                f"rewards teach nothing: for {STEPS_OF_EQUAL_REWARDS} steps those of each group were equal (their mean is now "
+                f"{summary['reward_mean']:g}), and so every advantage was 0; look at {self._folder.examples}, and whether the reward tells a better "
+                "answer from a worse one"
+            )
 
     def step(self, step: int, metrics: Mapping[str, float], *, rollout_tokens_per_s: float, ledger: Mapping[str, float]) -> None:
         in_ledger = {f"ledger/{name}": value for name, value in ledger.items()}

@@ -1,0 +1,32 @@
+"""What a person is told beside the steps' numbers."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import RunFolder, load_config
+from megatron_rl.launch.observer import STEPS_OF_EQUAL_REWARDS, RunObserver
+
+CONFIG = Path(__file__).parents[3] / "model_configs" / "tiny-moe-cpu.toml"
+
+
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [
+        ([1.0] * (STEPS_OF_EQUAL_REWARDS - 1) + [0.9] + [1.0] * (STEPS_OF_EQUAL_REWARDS - 1), 0),
+        ([0.5, *[1.0] * (STEPS_OF_EQUAL_REWARDS + 4)], 1),
+        ([1.0] * STEPS_OF_EQUAL_REWARDS + [0.0] + [1.0] * STEPS_OF_EQUAL_REWARDS, 2),
+    ],
+)
+def test_rewards_that_teach_nothing_are_said_once_while_it_lasts(tmp_path: Path, shares: list[float], told: int) -> None:
+    folder = RunFolder(tmp_path / "run")
+    config = load_config(CONFIG)
+    folder.make()
+    folder.create(config)
+    with RunObserver(config, folder) as observer:
+        for share in shares:
+            observer.batch({"equal_reward_share": share, "reward_mean": 0.25}, ())
+        observer.batch({"num_rollouts": 0.0}, ())  # a step that nothing was left for
+    said = (folder.logs / "events.log").read_text()
+    assert said.count("rewards teach nothing") == told
+    assert not told or "mean is now 0.25" in said
