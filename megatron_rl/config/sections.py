@@ -161,6 +161,8 @@ class Task(Section):
     environment: str | None = None
     """module:function called as f(turns: list[dict], item: dict) -> str | None after each turn of the policy, for rollouts.max_turns > 1;
     its text is read as it stands, None ends the episode."""
+    timeout_s: Seconds = 300.0
+    """For all rewards of a group, or one answer of the environment; after it the group has failed, and is drawn again."""
     size: Positive = 1_000_000
     """Number of different prompts drawn from a reasoning-gym task before it repeats."""
 

@@ -32,9 +32,6 @@ T = TypeVar("T")
 _FAILURES = {ContractError: "contract", RewardError: "reward", ServerError: "server", PromptError: "prompt", TaskError: "prompt"}
 """What may befall a group without harm to the worker; anything else is a fault of this program and ends it."""
 
-_SCORING_TIMEOUT_S = 300.0
-"""Of all rewards of a group, or of one answer of an environment."""
-
 
 class GroupSampler:
     """Turns group tasks into results. spool: the folder RUN/spool, which has the folder rollouts. key: the run's."""
@@ -76,7 +73,7 @@ class GroupSampler:
 
         async def reply(turns: list[dict[str, str]]) -> str | None:
             return await in_daemon_thread(
-                lambda: self._task.reply(group.prompt_index, turns), _SCORING_TIMEOUT_S, "the environment"
+                lambda: self._task.reply(group.prompt_index, turns), self._config.task.timeout_s, "the environment"
             )
 
         answer = reply if self._rules.max_turns > 1 else None
@@ -89,7 +86,7 @@ class GroupSampler:
         def score_all() -> list[float]:
             return [self._task.score(group.prompt_index, self._text.decode(r.completion_ids)) for r in rollouts]
 
-        rewards = await in_daemon_thread(score_all, _SCORING_TIMEOUT_S, "the reward")
+        rewards = await in_daemon_thread(score_all, self._config.task.timeout_s, "the reward")
         return [replace(rollout, reward=reward) for rollout, reward in zip(rollouts, rewards, strict=True)]
 
     def _client(self, url: str) -> VllmClient:
@@ -169,4 +166,4 @@ async def in_daemon_thread(function: Callable[[], T], timeout_s: float, what: st
         async with asyncio.timeout(timeout_s):
             return await future
     except TimeoutError as error:
-        raise RewardError(f"{what} took more than {timeout_s:g} s") from error
+        raise RewardError(f"{what} took more than {timeout_s:g} s (task.timeout_s)") from error

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, decoders, models
 
 from megatron_rl.config import Config
 from megatron_rl.records import GroupTask, Payload, check_rollout
-from megatron_rl.rollouts import group as group_module
 from megatron_rl.rollouts.group import GroupSampler, all_or_first_error, in_daemon_thread
 from megatron_rl.tasks import RewardError, TextEncoder, load_task
 from tests.unit.rollouts.fake_vllm import MODEL, FakeVllm, running
@@ -154,10 +153,9 @@ def repeat_an_expert(answer):
 def test_failures_are_told_and_nothing_is_written(
     tmp_path, model_folder, monkeypatch, rewards, script, kind, message, num_sampled
 ):
-    monkeypatch.setattr(group_module, "_SCORING_TIMEOUT_S", 0.5)
     with running(FakeVllm()) as server:
         server.script = script
-        result = sample(make_sampler(tmp_path, model_folder, monkeypatch, rewards=rewards), server)
+        result = sample(make_sampler(tmp_path, model_folder, monkeypatch, rewards=rewards, task={"timeout_s": 0.5}), server)
     assert result.failure == kind and message in result.message
     assert [r.num_completion_tokens for r in result.rollouts] == [6] * num_sampled  # lengths of what is thrown away
     assert all(r.file == "" for r in result.rollouts) and result.examples == () and result.payload_bytes == 0
