@@ -32,9 +32,13 @@ while (($#)); do
     esac
 done
 [[ $arms =~ ^[a-g](,[a-g])*$ ]] || { echo "evidence: --arms $arms: letters from a to g, with commas between" >&2; exit 2; }
-[[ $seeds =~ ^[0-9]+(,[0-9]+)*$ ]] || { echo "evidence: --seeds $seeds: numbers, with commas between" >&2; exit 2; }
-[[ $steps =~ ^[1-9][0-9]*$ ]] || { echo "evidence: --steps $steps: a whole number above 0" >&2; exit 2; }
-[[ $jobs =~ ^[1-9][0-9]*$ ]] || { echo "evidence: --jobs $jobs: a whole number above 0" >&2; exit 2; }
+[[ $seeds =~ ^[0-9]{1,9}(,[0-9]{1,9})*$ ]] || { echo "evidence: --seeds $seeds: numbers, with commas between" >&2; exit 2; }
+for option in arms seeds; do
+    twice=$(tr , '\n' <<<"${!option}" | sort | uniq -d)
+    [[ -z $twice ]] || { echo "evidence: --$option ${!option}: $twice is there twice" >&2; exit 2; }
+done
+[[ $steps =~ ^[1-9][0-9]{0,6}$ ]] || { echo "evidence: --steps $steps: a whole number above 0" >&2; exit 2; }
+[[ $jobs =~ ^[1-9][0-9]{0,2}$ ]] || { echo "evidence: --jobs $jobs: a whole number above 0" >&2; exit 2; }
 
 bash scripts/setup.sh
 bin=${VENV:-.venv}/bin

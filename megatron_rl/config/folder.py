@@ -129,7 +129,9 @@ class RunFolder:
         return self.path / "export"
 
     def config(self) -> Config:
-        """The resolved configuration that the run was started with."""
+        """The resolved configuration that the run was started with. ConfigError where none lies here."""
+        if not self.config_file.is_file():
+            raise ConfigError(f"{self.path} holds no run ({self.config_file.name} is not there): name the folder of one, such as runs/NAME")
         return load_config(self.config_file)
 
     def make(self) -> None:

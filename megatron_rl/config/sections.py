@@ -9,6 +9,8 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0)]
+Word = Annotated[str, Field(pattern=r"^[!-~]+$")]
+"""Without blanks and line ends, which would begin another option, or another line, of a batch script."""
 
 
 class Section(BaseModel):
@@ -282,8 +284,8 @@ class RoleNodes(Section):
     nodes: Positive = 1
     gpus_per_node: NonNegative = 8
     """GPUs of a node that the run uses; 0: none, the run computes on CPUs."""
-    partition: str | None = None
-    constraint: str | None = None
+    partition: Word | None = None
+    constraint: Word | None = None
     """Features that the nodes have to have, as sbatch's --constraint takes them."""
     environment: dict[str, str] = {}
     """Variables of this role's processes alone, such as NCCL's; they win over the program's own choice."""
@@ -295,10 +297,10 @@ class Slurm(Section):
 
     trainer: RoleNodes = RoleNodes()
     rollouts: RoleNodes = RoleNodes()
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    constraint: Word | None = None
     time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$", coerce_numbers_to_str=True)] | None = None
     """As sbatch takes it: minutes, hours:minutes:seconds, days-hours:minutes:seconds. None: the partition's own."""
     signal_before_end_s: Positive = 600
@@ -312,7 +314,7 @@ class Slurm(Section):
     """Ask for whole nodes."""
     request_gpus: bool = True
     """Ask for GPUs by --gpus-per-node; false where a site gives them with the node."""
-    arguments: list[str] = []
+    arguments: list[Word] = []
     """Further arguments of sbatch for all components of the job, each as one word: "--reservation=name"."""
     prologue: str = ""
     """Shell lines that run on the job's first node before anything else: modules, exports. What they export reaches every process."""

@@ -173,7 +173,7 @@ def attribute(
     run_dir: Annotated[Path, typer.Argument(help="The folder of a run, for example runs/tiny-moe-cpu.", show_default=False)],
     step: Annotated[int, typer.Option(help="The recorded step whose rollouts are scored.", show_default=False)],
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here, as JSON.", show_default=False)] = None,
-    retrain: Annotated[int, typer.Option(help="Most steps to train again, to get at weights that no checkpoint holds.")] = 20,
+    retrain: Annotated[int, typer.Option(min=0, help="Most steps to train again, to get at weights that no checkpoint holds.")] = 20,
     plant: Annotated[
         str | None,
         typer.Option(
@@ -280,8 +280,10 @@ def report(
     from megatron_rl.report import write_report
 
     with _user_errors():
-        num_bytes = write_report([RunFolder(path) for path in run_dirs], out)
-    typer.echo(f"{out}: {num_bytes / 1e6:.1f} MB")
+        written = write_report([RunFolder(path) for path in run_dirs], out)
+    for remark in written.remarks:
+        typer.secho(f"megatron-rl: {remark}", fg="yellow", err=True)
+    typer.echo(f"{out}: {written.num_bytes / 1e6:.1f} MB")
 
 
 @convert.command("hf-to-megatron")

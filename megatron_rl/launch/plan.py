@@ -82,6 +82,8 @@ def measure_and_print(config: Config, out: Path | None) -> bool:
 def _explain(console: Console, counts: ParameterCounts, work: Workload, request: Request, text: str, config: Config) -> bool:
     default = request.trainer_gpus or (min(request.gpus, config.layout.world_size))
     candidate = candidate_of(config) if text == "config" else named_candidate(text, work, default)
+    if text != "config" and candidate.layout.world_size > request.gpus:
+        raise ConfigError(f"--explain {text}: {candidate.layout.world_size} ranks are more than --gpus {request.gpus}")
     scored = verdict(counts, work, request.machine, candidate)
     print_trainer(console, counts, work, scored, request.machine)
     print_assumptions(console, work, request.machine)

@@ -79,6 +79,8 @@ def _stop_job(folder: RunFolder, job: Job) -> str:
 
 def show_logs(folder: RunFolder, name: str | None, follow: bool, show: Callable[[str], None]) -> None:
     """The log `name` (None: events), as it grows if `follow`. Raises ConfigError that lists the logs where there is none of that name."""
+    if not folder.config_file.exists() and not folder.logs.is_dir():
+        raise ConfigError(f"{folder.path} holds no run: name the folder of one, such as runs/NAME")
     file = folder.logs / f"{name or 'events'}.log"
     if not file.exists():
         there = ", ".join(sorted(p.stem for p in folder.logs.glob("*.log"))) or "none yet"

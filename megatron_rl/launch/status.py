@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from megatron_rl.config import RunFolder
+from megatron_rl.config import ConfigError, RunFolder
 from megatron_rl.orchestrator import Orchestrator
 from megatron_rl.records import write_atomically
 from megatron_rl.wire.control import decode, encode
@@ -49,8 +49,16 @@ def write_status(orchestrator: Orchestrator, folder: RunFolder, *, running: bool
 
 
 def read_status(folder: RunFolder) -> RunStatus | None:
-    """None before the first start."""
-    return decode(folder.status_file.read_bytes(), RunStatus) if folder.status_file.exists() else None
+    """None before the first start. Raises ConfigError for a file that cannot be read."""
+    if not folder.status_file.exists():
+        return None
+    try:
+        return decode(folder.status_file.read_bytes(), RunStatus)
+    except ValueError as error:
+        raise ConfigError(
+            f"{folder.status_file} is damaged, and says nothing of the run: a run that goes on writes it anew within {WRITE_EVERY_S:g} s; where none "
+            "does, delete it"
+        ) from error
 
 
 @contextlib.asynccontextmanager

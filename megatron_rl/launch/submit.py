@@ -138,10 +138,11 @@ def _value_at(tree: Any, *keys: str) -> Any:
 
 
 def _shared_options(config: Config, folder: RunFolder) -> list[str]:
-    """Of the whole job; sbatch takes them in front of the first component."""
+    """Of the whole job; sbatch takes them in front of the first component, and reads quotes as a shell does."""
     slurm = config.slurm
     return [
-        f"--job-name={config.run.name}", f"--output={folder.logs}/job-%j.log", "--open-mode=append", f"--chdir={Path.cwd()}",
+        f"--job-name={config.run.name}", shlex.quote(f"--output={folder.logs}/job-%j.log"), "--open-mode=append",
+        shlex.quote(f"--chdir={Path.cwd()}"),
         "--requeue" if slurm.requeue else "--no-requeue", f"--signal=B:USR1@{slurm.signal_before_end_s}",
     ]  # fmt: skip
 

@@ -7,7 +7,8 @@ from rich import box
 from rich.table import Table
 
 from megatron_rl.metrics.rows import Row, series
-from megatron_rl.metrics.summary import EDGE
+
+ENDS = ("first quarter", "last quarter")
 
 _BOTH_ENDS = {
     "reward": "reward_mean",
@@ -17,10 +18,10 @@ _BOTH_ENDS = {
     "KL k1": "mismatch_kl_k1",
     "KL k3": "mismatch_kl_k3",
 }
-"""Words of the table (without the bar, which would end a cell) to the name in a row; shown as the mean of the first and of the last EDGE steps."""
+"""Words of the table (without the bar, which would end a cell) to the name in a row; shown as the mean of a run's first and of its last quarter."""
 
 _LARGEST = {"largest abs Δ log p": "abs_dlogp_max"}
-"""Shown as the largest of the first and of the last EDGE steps."""
+"""Shown as the largest of a run's first and of its last quarter."""
 
 _WHOLE_RUN = {
     "mean abs Δ log p at equal weights (probes)": "probe/abs_dlogp_mean",
@@ -36,12 +37,9 @@ def measure_run(rows: Sequence[Row]) -> dict[str, float]:
     measured = {}
     for names, reduce in ((_BOTH_ENDS, _mean), (_LARGEST, _largest)):
         for words, name in names.items():
-            values = series(rows, name)
-            measured |= (
-                {f"{words}, first {EDGE}": reduce(values[:EDGE]), f"{words}, last {EDGE}": reduce(values[-EDGE:])}
-                if values
-                else {}
-            )
+            if values := series(rows, name):
+                quarter = max(1, len(values) // 4)
+                measured |= {f"{words}, {end}": reduce(part) for end, part in zip(ENDS, (values[:quarter], values[-quarter:]), strict=True)}
     for words, name in _WHOLE_RUN.items():
         if values := series(rows, name):
             measured[words] = _mean(values)
@@ -79,7 +77,7 @@ def _standard_deviation(values: Sequence[float], mean: float) -> float:
 def _in_order(runs: Iterable[Mapping[str, float]]) -> list[str]:
     """All words that some run has, in the order of the table."""
     found = {words for run in runs for words in run}
-    ends = [f"{words}, {end} {EDGE}" for words in (*_BOTH_ENDS, *_LARGEST) for end in ("first", "last")]
+    ends = [f"{words}, {end}" for words in (*_BOTH_ENDS, *_LARGEST) for end in ENDS]
     return [words for words in (*ends, *_WHOLE_RUN, "staleness, largest") if words in found]
 
 

@@ -55,6 +55,12 @@ def read_rows(path: Path, phase: Phase = "train") -> list[Row]:
     return [rows[step] for step in sorted(rows)]
 
 
+def damaged_lines(path: Path) -> list[int]:
+    """Numbers, from 1, of the lines that are no whole row; one without an end, which is still being written, is none of them."""
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [number for number, line in enumerate(lines, 1) if line and _parse(line) is None]
+
+
 def series(rows: Sequence[Row], name: str) -> list[float]:
     """The values of one name in the rows that have it."""
     return [row.values[name] for row in rows if name in row.values]

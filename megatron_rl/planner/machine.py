@@ -78,7 +78,7 @@ def machine_named(name: str, file: Path | None = None) -> Machine:
     if file is not None:
         try:
             tree = tomllib.loads(file.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError) as error:  # no TOML, or no text at all
             raise MachineError(
                 f"{file}: {error}; give a TOML file with a table [{name}] as in megatron_rl/planner/machines.toml"
             ) from error

@@ -20,6 +20,8 @@ ROUNDS = 3
 def check_format(file: Path) -> None:
     if file.suffix not in FORMATS:
         raise ConfigError(f"--picture {file}: the name ends in {' or '.join(FORMATS)}")
+    if not file.parent.is_dir() or file.is_dir():
+        raise ConfigError(f"--picture {file}: no file can be written there; give one in a folder that is there")
 
 
 def draw(file: Path, counts: ParameterCounts, work: Workload, scored: Scored, machine: Machine) -> None:

@@ -44,9 +44,15 @@ def named_candidate(text: str, work: Workload, world_size: int) -> Candidate:
     world_size: of the trainer, where GPUS is not named.
     """
     values: dict[str, str] = {}
+    if not text.strip():
+        raise ConfigError("--explain: names no layout; give sizes such as TP=8,PP=4, or 'config' for the file's own")
     for word in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = word.partition("=")
+        name, equals, value = word.partition("=")
         name = name.strip().upper()
+        if not equals:
+            raise ConfigError(f"--explain {text}: {word} has no value; write NAME=VALUE, such as TP=8")
+        if name in values:
+            raise ConfigError(f"--explain {text}: {name} is given twice")
         if name not in _SIZES and name not in _OTHERS:
             raise ConfigError(f"--explain {text}: {name} is not known; known are {', '.join((*_SIZES, *_OTHERS))}")
         values[name] = value.strip()

@@ -1,7 +1,7 @@
 """How long the completions were that were trained on, and those that were thrown away: from the ledger of the latest checkpoint."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import plotly.graph_objects as go
 from plotly.colors import qualitative
@@ -12,13 +12,18 @@ Lengths = Mapping[str, Sequence[int]]
 """'trained' and 'discarded' to counts: bin k holds lengths in [2^k, 2^(k+1))."""
 
 
-def read_lengths(folder: RunFolder) -> Lengths | None:
-    """None where no checkpoint is there yet."""
+def read_lengths(folder: RunFolder, remark: Callable[[str], None]) -> Lengths | None:
+    """None where no checkpoint is there yet, or a damaged one, which is remarked."""
     latest = folder.latest_checkpoint()
     if latest is None:
         return None
-    ledger = json.loads((latest[1] / "orchestrator.json").read_text())["ledger"]
-    return {"trained": ledger["kept_lengths"]["counts"], "discarded": ledger["discarded_lengths"]["counts"]}
+    file = latest[1] / "orchestrator.json"
+    try:
+        ledger = json.loads(file.read_text())["ledger"]
+        return {"trained": ledger["kept_lengths"]["counts"], "discarded": ledger["discarded_lengths"]["counts"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        remark(f"{file} cannot be read ({error}): lengths of this run are not drawn")
+        return None
 
 
 def lengths_figure(of_runs: Mapping[str, Lengths | None]) -> go.Figure | None:

@@ -1,8 +1,8 @@
 """The page: everything that a browser needs in one file."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from megatron_rl.config import RunFolder
-from megatron_rl.metrics import Row, read_rows, summarise_run
+from megatron_rl.metrics import Row, damaged_lines, read_rows, summarise_run
 from megatron_rl.report.figures import PANELS, figure, trainer_waits
 from megatron_rl.report.lengths import lengths_figure, read_lengths
 from megatron_rl.report.rollouts import shown_rollouts
@@ -23,11 +23,21 @@ class ReportError(ValueError):
     """A folder of which no report can be made."""
 
 
-def write_report(folders: Sequence[RunFolder], out: Path) -> int:
-    """One HTML file of these runs, side by side; returns its bytes. Raises ReportError before anything is written."""
+@dataclass(frozen=True)
+class Written:
+    """remarks: on what could not be shown, one line each."""
+
+    num_bytes: int
+    remarks: tuple[str, ...]
+
+
+def write_report(folders: Sequence[RunFolder], out: Path) -> Written:
+    """One HTML file of these runs, side by side. Raises ReportError before anything is written."""
+    _check_out(out)
+    remarks: list[str] = []
     names = _names(folders)
-    rows = {name: _rows(folder) for name, folder in zip(names, folders, strict=True)}
-    lengths = lengths_figure({name: read_lengths(folder) for name, folder in zip(names, folders, strict=True)})
+    rows = {name: _rows(folder, remarks.append) for name, folder in zip(names, folders, strict=True)}
+    lengths = lengths_figure({name: read_lengths(folder, remarks.append) for name, folder in zip(names, folders, strict=True)})
     figures = [drawn for drawn in (*(figure(panel, rows) for panel in PANELS), lengths) if drawn is not None]
     page = _template().render(
         names=names, plotly=get_plotlyjs(),
@@ -36,10 +46,17 @@ def write_report(folders: Sequence[RunFolder], out: Path) -> int:
             name: summarise_run(rows[name], read_rows(folder.metrics_file, "supervised")) for name, folder in zip(names, folders, strict=True)
         }),
         configs={name: folder.config_file.read_text() for name, folder in zip(names, folders, strict=True)},
-        rollouts=_for_script(json.dumps({name: _rollouts(folder, rows[name]) for name, folder in zip(names, folders, strict=True)})),
+        rollouts=_for_script(json.dumps({name: _rollouts(folder, rows[name], remarks.append) for name, folder in zip(names, folders, strict=True)})),
     )  # fmt: skip
     out.write_text(page, encoding="utf-8")
-    return len(page.encode())
+    return Written(len(page.encode()), tuple(remarks))
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix != ".html":
+        raise ReportError(f"--out {out}: what is written is HTML, and replaces what lies there: give a name that ends in .html")
+    if not out.parent.is_dir() or out.is_dir():
+        raise ReportError(f"--out {out}: no file can be written there; give one in a folder that is there")
 
 
 def _names(folders: Sequence[RunFolder]) -> list[str]:
@@ -48,18 +65,20 @@ def _names(folders: Sequence[RunFolder]) -> list[str]:
     return short if len(set(short)) == len(short) else [str(folder.path.resolve()) for folder in folders]
 
 
-def _rows(folder: RunFolder) -> list[Row]:
+def _rows(folder: RunFolder, remark: Callable[[str], None]) -> list[Row]:
     if not folder.config_file.exists() or not folder.metrics_file.exists():
         raise ReportError(f"{folder.path}: no run lies here (config.toml and metrics.jsonl are wanted); give the folder of a run, for example runs/NAME")
     rows = read_rows(folder.metrics_file)
+    if damaged := damaged_lines(folder.metrics_file):
+        remark(f"{folder.metrics_file}: {len(damaged)} lines are no whole row, the first is line {damaged[0]}; they are left out")
     if not rows:
         raise ReportError(f"{folder.path}: the run has not finished a training step yet; there is nothing to draw")
     return [replace(row, values={**row.values, **trainer_waits(row)}) for row in rows]
 
 
-def _rollouts(folder: RunFolder, rows: Sequence[Row]) -> list[dict]:
+def _rollouts(folder: RunFolder, rows: Sequence[Row], remark: Callable[[str], None]) -> list[dict]:
     places = np.linspace(0, len(rows) - 1, min(STEPS_WITH_ROLLOUTS, len(rows))).round().astype(int)
-    return [shown.as_json() for shown in shown_rollouts(folder, [rows[place].step for place in places])]
+    return [shown.as_json() for shown in shown_rollouts(folder, [rows[place].step for place in places], remark)]
 
 
 def _summaries(of_runs: Mapping[str, Mapping[str, float]]) -> dict[str, list[str]]:

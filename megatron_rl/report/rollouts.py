@@ -1,6 +1,6 @@
 """Single rollouts, token by token, from a run's spool and from the scores that the trainer left."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
@@ -42,19 +42,24 @@ class ShownRollout:
         return asdict(self)
 
 
-def shown_rollouts(folder: RunFolder, steps: Sequence[int]) -> Iterator[ShownRollout]:
-    """Of each of these steps the rollouts whose scores were kept. Steps whose records are gone are passed over."""
+def shown_rollouts(folder: RunFolder, steps: Sequence[int], remark: Callable[[str], None]) -> Iterator[ShownRollout]:
+    """Of each of these steps the rollouts whose scores were kept. Steps whose records are gone are passed over, and damaged ones with a
+    remark."""
     spool, tokenizer = Spool(folder.path), open_tokenizer(folder)
     for step in steps:
-        try:
-            plan, scores = spool.read_plan(Spool.plan_name(step)), read_scores(folder.scores_file(step))
-        except (SpoolError, PayloadError):
+        plan_name = Spool.plan_name(step)
+        if not spool.path(plan_name).exists():
             continue
-        assert isinstance(plan, StepPlan)
-        for entry in plan.entries:
-            if entry.uid in scores:
-                rollout = spool.payload(entry.file).rollout(entry.index)
-                yield _shown(rollout, step, entry.advantage, scores[entry.uid], tokenizer)
+        try:
+            plan, scores = spool.read_plan(plan_name), read_scores(folder.scores_file(step))
+            assert isinstance(plan, StepPlan)
+            entries = [entry for entry in plan.entries if entry.uid in scores and spool.path(entry.file).exists()]
+            rollouts = [spool.payload(entry.file).rollout(entry.index) for entry in entries]
+        except (SpoolError, PayloadError) as error:
+            remark(f"{folder.path}: no rollouts of step {step} are shown: {error}")
+            continue
+        for entry, rollout in zip(entries, rollouts, strict=True):
+            yield _shown(rollout, step, entry.advantage, scores[entry.uid], tokenizer)
 
 
 def _shown(rollout: Rollout, step: int, advantage: float, scores: np.ndarray, tokenizer: Tokenizer | None) -> ShownRollout:

@@ -19,7 +19,7 @@ def write_run(folder, steps: int, entropy: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--arms", "a,z"], ["--arms"], ["--seeds", "one"], ["--steps", "0"], ["--fast"]], ids=lambda words: " ".join(words)
+    "words", [["--arms", "a,z"], ["--arms", "a,c,a"], ["--arms"], ["--seeds", "one"], ["--seeds", "3,3"], ["--steps", "0"], ["--jobs", "x"], ["--fast"]], ids=lambda words: " ".join(words)
 )
 def test_a_bad_option_is_refused_by_name_before_anything_is_done(words, tmp_path):
     command = ["bash", str(REPOSITORY / "scripts" / "evidence.sh"), "--folder", str(tmp_path / "runs"), *words]
@@ -36,5 +36,5 @@ def test_the_table_is_of_finished_runs_and_the_others_are_named(tmp_path):
     command = [sys.executable, str(script), str(tmp_path), "--arms", "a,c", "--seeds", "1,2", "--steps", "20"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=REPOSITORY)
     cells = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in result.stdout.splitlines()]
-    assert ["runs", "2", "0"] in cells and ["entropy, full vocabulary, last 10", "0.5 ± 0.35", "-"] in cells
+    assert ["runs", "2", "0"] in cells and ["entropy, full vocabulary, last quarter", "0.5 ± 0.35", "-"] in cells
     assert result.returncode == 1 and "not finished: c-seed1, c-seed2" in result.stdout

@@ -56,6 +56,20 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         assert result.exit_code == 2 and str(tmp_path) in result.output
 
 
+@pytest.mark.parametrize("content", [b"", b"{\"broken", b"[]", b"{}"])
+def test_a_damaged_status_is_named(tmp_path, content):
+    folder = folder_with(tmp_path)
+    folder.status_file.write_bytes(content)
+    for command in ("status", "stop"):
+        result = invoke(command, folder)
+        assert result.exit_code == 2 and f"{folder.status_file} is damaged" in result.output and "delete it" in result.output
+
+
+def test_logs_of_no_run(tmp_path):
+    result = invoke("logs", RunFolder(tmp_path / "nowhere"))
+    assert result.exit_code == 2 and "nowhere holds no run" in result.output
+
+
 def test_servers_of_a_run_that_does_not_go_on_are_not_changed(tmp_path):
     folder = folder_with(tmp_path, running=False)
     for words in (["add", str(folder.path)], ["remove", str(folder.path), "0"]):

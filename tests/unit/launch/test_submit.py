@@ -66,7 +66,7 @@ def test_bash_reads_the_script(tmp_path):
     text = script(tmp_path / "with space", *words)
     assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False).stderr == ""
     assert "module load cuda\nexport A=\"b c\"" in text
-    assert f"RUN='{tmp_path}/with space/x'" in text
+    assert f"RUN='{tmp_path}/with space/x'" in text and f"#SBATCH '--output={tmp_path}/with space/x/logs/job-%j.log'\n" in text
     assert "'--container-image=/images/a b.sqsh'" in text and f"--container-workdir={Path.cwd()}" in text
 
 
@@ -130,6 +130,9 @@ def test_a_bad_profile_is_named(tmp_path, text, expected):
         (["--slurm.trainer.gpus_per_node", "8"], "either both roles have GPUs or neither"),
         ([*GPUS, "--run.device", "cpu"], "run.device = 'cpu' with gpus_per_node = 8"),
         (["--slurm.time_limit", "4h"], "slurm.time_limit"),
+        (["--slurm.partition", "x\n#SBATCH --wrap=evil"], "slurm.partition"),
+        (["--slurm.account", "a b; $(touch x)"], "slurm.account"),
+        (["--slurm.arguments", '["--nice", "--comment=a b"]'], "slurm.arguments"),
         (["--slurm.trainer.gpus", "8"], "slurm.trainer.gpus: unknown key; known here: nodes, gpus_per_node"),
         (["--sweep", "optimizer.learning_rate=3"], "written as --sweep"),
         (["--sweep", "optimizer.learning_rat=[3.0]"], "did you mean learning_rate?"),

@@ -18,9 +18,13 @@ from megatron_rl.rollouts.ledger import Ledger
 from tests.unit.report.run_folder import make_run
 
 
+def no_remark(text: str) -> None:
+    raise AssertionError(text)
+
+
 def test_a_rollout_token_by_token(tmp_path):
     folder = make_run(tmp_path / "run", steps=2)
-    first, *_, last = shown_rollouts(folder, [1])
+    first, *_, last = shown_rollouts(folder, [1], no_remark)
     assert [first.uid, last.uid] == ["g1.0", "g1.2"] and first.prompt == "2 * 3=" and first.advantage == -1.0
     six, tool, seven = first.tokens
     assert (six.text, six.keep_set, six.set_size, six.version) == ("6", ("6", "7", "8"), 3, 4)
@@ -33,7 +37,7 @@ def test_a_rollout_token_by_token(tmp_path):
 def test_routes_are_those_of_the_position_that_predicted_the_token(tmp_path):
     folder = make_run(tmp_path / "run", steps=1)
     recorded = Spool(folder.path).payload("rollouts/g0.safetensors").rollout(0)
-    (first, _) = shown_rollouts(folder, [0])
+    (first, _) = shown_rollouts(folder, [0], no_remark)
     assert [token.routes for token in first.tokens] == [tuple(map(tuple, recorded.routed_experts[5 + place].tolist())) for place in range(3)]
 
 
@@ -72,11 +76,11 @@ def test_lengths_of_what_was_trained_and_of_what_was_thrown_away(tmp_path):
     for step in (1, 2):
         folders[0].checkpoint(step).mkdir()
     (folders[0].checkpoint(2) / "orchestrator.json").write_text(json.dumps({"ledger": ledger.to_json()}))
-    drawn = lengths_figure({folder.path.name: read_lengths(folder) for folder in folders})  # two has no checkpoint
+    drawn = lengths_figure({folder.path.name: read_lengths(folder, no_remark) for folder in folders})  # two has no checkpoint
     trained, discarded = drawn.data
     assert (trained.name, discarded.name) == ("one: trained, 4", "one: discarded, 1")
     assert (trained.x, trained.y) == (("1", "2-3", "4-7", "8-15"), (0.25, 0.0, 0.5, 0.25)) and discarded.y == (0.0, 1.0)
-    assert lengths_figure({"two": read_lengths(folders[1])}) is None
+    assert lengths_figure({"two": read_lengths(folders[1], no_remark)}) is None
     write_report(folders, tmp_path / "out.html")
     assert "Lengths of completions" in (tmp_path / "out.html").read_text()
 
@@ -87,14 +91,43 @@ def test_the_ratio_is_drawn_as_the_trainer_measured_it(tmp_path):
 
 
 def test_a_thousand_steps_fit(tmp_path):
-    assert write_report([make_run(tmp_path / "run", steps=1000)], tmp_path / "out.html") < 10e6
+    assert write_report([make_run(tmp_path / "run", steps=1000)], tmp_path / "out.html").num_bytes < 10e6
 
 
-def test_damaged_records_cost_their_rollouts_alone(tmp_path):
+def test_what_is_damaged_is_said_and_costs_no_more_than_itself(tmp_path):
+    folder = make_run(tmp_path / "run", steps=3)
+    for path in (folder.scores_file(0), Spool(folder.path).path("rollouts/g1.safetensors")):
+        path.write_bytes(path.read_bytes()[:20])
+    assert [shown.step for shown in shown_rollouts(folder, [0, 1, 2], lambda text: None)] == [2, 2]
+    lines = folder.metrics_file.read_bytes().splitlines(keepends=True)
+    folder.metrics_file.write_bytes(b"".join([lines[0], b"[1, 2]\n", *lines[1:], b'{"phase": "tra']))  # the last one is being written
+    folder.checkpoint(3).mkdir()
+    (folder.checkpoint(3) / "orchestrator.json").write_text("{bad")
+    remarks = write_report([folder], tmp_path / "out.html").remarks
+    assert [next(n for n, words in enumerate(SAID) if all(word in remark for word in words)) for remark in remarks] == [0, 1, 2, 3], remarks
+
+
+SAID = (
+    ("metrics.jsonl", "1 lines", "line 2"), ("step_000003", "orchestrator.json", "lengths"), ("no rollouts of step 0",), ("no rollouts of step 1",),
+)  # fmt: skip
+
+
+def test_records_that_were_cleared_away_are_no_damage(tmp_path):
     folder = make_run(tmp_path / "run", steps=2)
-    path = folder.scores_file(0)
-    path.write_bytes(path.read_bytes()[:20])
-    assert [shown.step for shown in shown_rollouts(folder, [0, 1])] == [1, 1]
+    Spool(folder.path).path(Spool.plan_name(0)).unlink()
+    Spool(folder.path).path("rollouts/g1.safetensors").unlink()
+    assert not list(shown_rollouts(folder, [0, 1], no_remark))
+    assert write_report([folder], tmp_path / "out.html").remarks == ()
+
+
+@pytest.mark.parametrize(("name", "says"), [("config.toml", "ends in .html"), ("none/out.html", "no file can be written there"), ("folder.html", "no file can")])
+def test_where_no_report_belongs(tmp_path, name, says):
+    folder = make_run(tmp_path / "run", steps=1)
+    (tmp_path / "folder.html").mkdir()
+    (tmp_path / "config.toml").write_text("precious")
+    with pytest.raises(ReportError, match=says):
+        write_report([folder], tmp_path / name)
+    assert (tmp_path / "config.toml").read_text() == "precious"
 
 
 def test_a_folder_without_a_run(tmp_path):
