@@ -1,6 +1,6 @@
 """The plots: what is drawn together, and the same of several runs on top of one another."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,18 +59,31 @@ def trainer_waits(row: Row) -> dict[str, float]:
     return {"trainer_waits_s": max(0.0, row.seconds - row.values["step_s"] - row.values.get("sync_s", 0.0))}
 
 
+def colours(runs: Iterable[str]) -> dict[str, str]:
+    """Of each run, the same in all plots."""
+    names = list(runs)
+    palette = qualitative.Plotly if len(names) <= len(qualitative.Plotly) else qualitative.Dark24
+    return {name: palette[number % len(palette)] for number, name in enumerate(names)}
+
+
 def figure(panel: Panel, runs: Mapping[str, Sequence[Row]]) -> go.Figure | None:
-    """The panel over steps; None when no run has any of its series. Values that are no finite numbers leave a gap."""
-    drawn = go.Figure()
-    for number, (run, rows) in enumerate(runs.items()):
-        colour = qualitative.Plotly[number % len(qualitative.Plotly)]
+    """The panel over steps; None when no run has any of its series. Values that are no finite numbers leave a gap.
+
+    Its legend tells the series apart; a trace's `meta` is its run, which the page's own legend tells apart, for all plots together.
+    """
+    drawn, colour_of = go.Figure(), colours(runs)
+    in_legend: set[str] = set()
+    for run, rows in runs.items():
         for dash, (name, words) in zip(DASHES, panel.series.items()):
             measured = [row for row in rows if name in row.values]
             if measured:
                 drawn.add_scatter(
                     x=np.array([row.step for row in measured], dtype=np.int32), y=np.array([row.values[name] for row in measured], dtype=np.float32),
-                    name=f"{run}: {words}" if len(runs) > 1 else words, mode="lines", line={"color": colour, "dash": dash, "width": 1.5},
+                    name=words, meta=run, legendgroup=words, showlegend=words not in in_legend, mode="lines",
+                    line={"color": colour_of[run], "dash": dash, "width": 1.5},
+                    hovertemplate=(f"{_as_text(run)}: " if len(runs) > 1 else "") + f"{_as_text(words)}, step %{{x}}: %{{y:.5g}}<extra></extra>",
                 )  # fmt: skip
+                in_legend.add(words)
     if not drawn.data:
         return None
     drawn.update_layout(
@@ -78,3 +91,8 @@ def figure(panel: Panel, runs: Mapping[str, Sequence[Row]]) -> go.Figure | None:
         legend={"orientation": "h", "y": -0.2}, xaxis_title="step", yaxis_title=panel.unit, yaxis_type="log" if panel.logarithmic else "linear",
     )  # fmt: skip
     return drawn
+
+
+def _as_text(words: str) -> str:
+    """In a template of hover texts, which knows tags and %{...}."""
+    return words.replace("&", "&amp;").replace("<", "&lt;").replace("%{", "% {")

@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 import plotly.graph_objects as go
-from plotly.colors import qualitative
 
 from megatron_rl.config import RunFolder
+from megatron_rl.report.figures import colours
 
 Lengths = Mapping[str, Sequence[int]]
 """'trained' and 'discarded' to counts: bin k holds lengths in [2^k, 2^(k+1))."""
@@ -29,14 +29,14 @@ def read_lengths(folder: RunFolder, remark: Callable[[str], None]) -> Lengths | 
 def lengths_figure(of_runs: Mapping[str, Lengths | None]) -> go.Figure | None:
     """Shares of the completions of each kind, so that what was thrown away can be laid beside what was kept; None without any."""
     drawn = go.Figure()
-    for number, (run, lengths) in enumerate(of_runs.items()):
-        colour = qualitative.Plotly[number % len(qualitative.Plotly)]
+    colour_of = colours(of_runs)
+    for run, lengths in of_runs.items():
         for kind, counts in (lengths or {}).items():
             if total := sum(counts):
                 name = f"{kind}, {total}"
                 drawn.add_bar(
-                    x=[_bin(k) for k in range(len(counts))], y=[count / total for count in counts], name=f"{run}: {name}" if len(of_runs) > 1 else name,
-                    marker={"color": colour, "pattern": {"shape": "/" if kind == "discarded" else ""}},
+                    x=[_bin(k) for k in range(len(counts))], y=[count / total for count in counts], name=f"{run}: {name}" if len(of_runs) > 1 else name, meta=run,
+                    marker={"color": colour_of[run], "pattern": {"shape": "/" if kind == "discarded" else ""}},
                 )  # fmt: skip
     if not drawn.data:
         return None

@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from megatron_rl.config import RunFolder
 from megatron_rl.metrics import Row, damaged_lines, read_rows, summarise_run
-from megatron_rl.report.figures import PANELS, figure, trainer_waits
+from megatron_rl.report.figures import PANELS, colours, figure, trainer_waits
 from megatron_rl.report.lengths import lengths_figure, read_lengths
 from megatron_rl.report.rollouts import shown_rollouts
 
@@ -40,7 +40,7 @@ def write_report(folders: Sequence[RunFolder], out: Path) -> Written:
     lengths = lengths_figure({name: read_lengths(folder, remarks.append) for name, folder in zip(names, folders, strict=True)})
     figures = [drawn for drawn in (*(figure(panel, rows) for panel in PANELS), lengths) if drawn is not None]
     page = _template().render(
-        names=names, plotly=get_plotlyjs(),
+        names=names, colours=colours(names), plotly=get_plotlyjs(),
         figures=[_for_script(drawn.to_json()) for drawn in figures],
         summaries=_summaries({
             name: summarise_run(rows[name], read_rows(folder.metrics_file, "supervised")) for name, folder in zip(names, folders, strict=True)

@@ -11,7 +11,7 @@ from megatron_rl.metrics import Row, write_summary
 from megatron_rl.metrics.rows import JsonLines
 from megatron_rl.objective.ratio_quantiles import QUANTILES
 from megatron_rl.report import ReportError, write_report
-from megatron_rl.report.figures import PANELS
+from megatron_rl.report.figures import PANELS, colours, figure
 from megatron_rl.report.lengths import lengths_figure, read_lengths
 from megatron_rl.report.rollouts import shown_rollouts
 from megatron_rl.rollouts.ledger import Ledger
@@ -45,7 +45,7 @@ def test_several_runs_lie_side_by_side(tmp_path):
     folders = [make_run(tmp_path / name, steps=3, seed=seed) for seed, name in enumerate(("one", "two"))]
     write_report(folders, tmp_path / "out.html")
     page = (tmp_path / "out.html").read_text()
-    assert page.count("reward_first10") == 1 and '"one: mean"' in page and '"two: mean"' in page
+    assert page.count("reward_first10") == 1 and all(f'value="{name}">{name}</label>' in page for name in ("one", "two"))
     assert "src=" not in page.split("</script>")[-2], "nothing is loaded from elsewhere"
     rollouts = json.loads(re.search(r"const rollouts = (\{.*?\});\n", page)[1])
     assert {name: len(shown) for name, shown in rollouts.items()} == {"one": 6, "two": 6}
@@ -137,3 +137,13 @@ def test_a_folder_without_a_run(tmp_path):
     with pytest.raises(ReportError, match="has not finished a training step"):
         write_report([folder], tmp_path / "out.html")
     assert not (tmp_path / "out.html").exists()
+
+
+def test_runs_are_told_apart_by_colour_and_series_by_the_legend(tmp_path):
+    """However many runs there are, a plot's legend has each series once."""
+    rows = {f"run{number}": [Row(step, {"reward_mean": 0.5, "reward_std": 0.1}) for step in range(3)] for number in range(12)}
+    (panel,) = [panel for panel in PANELS if panel.title == "Reward"]
+    drawn = figure(panel, rows)
+    assert [trace.name for trace in drawn.data if trace.showlegend] == ["mean", "standard deviation"]
+    assert {trace.meta: trace.line.color for trace in drawn.data} == colours(rows) and len(set(colours(rows).values())) == 12
+    assert drawn.data[2].hovertemplate.startswith("run1: mean, step")
