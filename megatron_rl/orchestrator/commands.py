@@ -1,5 +1,6 @@
 """What the processes of a run are started with: pure functions of config and folder, printed by a dry run."""
 
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,6 +8,10 @@ from pathlib import Path
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.processes import Command
 from megatron_rl.rollouts.server import server_command
+
+ENDS_OWN_BY = signal.SIGHUP
+"""Workers and ranks. A job that is cancelled has its SIGTERM answered by the orchestrator, which needs them to save; vLLM's servers, which it
+does not need for that, answer it themselves."""
 
 
 def server_process(config: Config, folder: RunFolder, slot: int, host: str, port: int, life: int, key: str) -> Command:
@@ -27,7 +32,7 @@ def server_process(config: Config, folder: RunFolder, slot: int, host: str, port
 def worker_process(folder: RunFolder, environment: Mapping[str, str], number: int = 0) -> Command:
     name, orchestrator = f"worker-{number}", environment["MEGATRON_RL_ORCHESTRATOR"]
     argv = [sys.executable, "-m", "megatron_rl.rollouts.worker", str(folder.path), "--orchestrator", orchestrator, "--name", name]
-    return Command(name, argv, folder.logs / f"{name}.log", environment)
+    return Command(name, argv, folder.logs / f"{name}.log", environment, ENDS_OWN_BY)
 
 
 def trainer_processes(
@@ -64,6 +69,6 @@ def rank_processes(
     shared = {"OMP_NUM_THREADS": str(config.trainer.threads_per_rank), **environment}
     local = [rank % (ranks_per_node or world) for rank in range(world)]
     return [
-        Command(f"{name}-{rank}", argv, logs / f"{name}-{rank}.log", {**shared, "RANK": str(rank), "LOCAL_RANK": str(local[rank])})
+        Command(f"{name}-{rank}", argv, logs / f"{name}-{rank}.log", {**shared, "RANK": str(rank), "LOCAL_RANK": str(local[rank])}, ENDS_OWN_BY)
         for rank in range(world)
     ]

@@ -23,6 +23,9 @@ class Command:
     argv: Sequence[str]
     log_file: Path
     env: Mapping[str, str] = field(default_factory=dict)
+    ends_by: int = signal.SIGTERM
+    """The signal that ends it. With another one than SIGTERM it does not hear SIGTERM, which a batch system sends to every process of a job
+    that is cancelled or preempted, and which one process has to answer for all."""
 
 
 class ProcessError(RuntimeError):
@@ -50,7 +53,7 @@ class Process(Protocol):
 
 class Child:
     """A running process. It has its own session, so that Ctrl-C on the terminal reaches only the parent, which then stops its
-    children in order; and it is sent SIGTERM by the kernel when the parent dies, so that none is left behind by a kill -9.
+    children in order; and it is sent its ending signal by the kernel when the parent dies, so that none is left behind by a kill -9.
     """
 
     def __init__(self, command: Command):
@@ -65,7 +68,7 @@ class Child:
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **command.env},
                     start_new_session=True,
-                    preexec_fn=dying_with_me(),  # noqa: PLW1509 - a few system calls, no lock
+                    preexec_fn=dying_with_me(command.ends_by),  # noqa: PLW1509 - a few system calls, no lock
                 )
             except OSError as error:
                 raise ProcessError(f"{command.name}: could not be started ({error}); its command was {' '.join(command.argv)}") from error
@@ -91,7 +94,7 @@ class Child:
     def terminate(self) -> None:
         """Ask the process (not its children: they are its own business) to end."""
         if self.poll() is None:
-            self._process.terminate()
+            self._process.send_signal(self.command.ends_by)
 
     def kill(self) -> None:
         """End whatever is left of its session, also children that outlived it."""
@@ -144,14 +147,16 @@ def end_forks_with_me() -> None:
     os.register_at_fork(before=remember, after_in_child=follow)
 
 
-def dying_with_me() -> Callable[[], None]:
-    """For subprocess' preexec_fn: the kernel sends the child SIGTERM when this process dies."""
+def dying_with_me(ends_by: int = signal.SIGTERM) -> Callable[[], None]:
+    """For subprocess' preexec_fn: the kernel sends the child this signal when this process dies; see Command.ends_by."""
     parent = os.getpid()
 
     def between_fork_and_exec() -> None:
         # A handler of the parent's (asyncio's) would swallow the one signal that the kernel sends, were the parent to die before exec.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        signal.signal(ends_by, signal.SIG_DFL)
+        if ends_by != signal.SIGTERM:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, ends_by)
         if os.getppid() != parent:  # the parent died before prctl
             os._exit(1)
 

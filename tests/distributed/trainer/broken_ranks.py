@@ -47,7 +47,7 @@ def refuses(rank: int, group: dist.ProcessGroup) -> None:
     if rank == 1:
         routes = np.array([[[0, 1]], [[3, 3]]], dtype=np.uint8)
         make_routes(
-            routes, np.array([True, True]), num_layers=1, num_experts=4, top_k=2, tokens=np.arange(2), device=torch.device("cpu")
+            routes, np.array([True, True]), np.arange(2), own=np.arange(2), num_layers=1, num_experts=4, top_k=2, device=torch.device("cpu")
         )
     if rank == 2:
         time.sleep(FOR_EVER_S)

@@ -54,10 +54,22 @@ def test_a_deaf_child_is_killed_after_the_grace(tmp_path):
     assert child.poll() == -signal.SIGKILL
 
 
-def test_children_die_when_the_parent_is_killed(tmp_path):
+def test_a_child_that_does_not_hear_a_cancelled_job_ends_by_its_own_signal(tmp_path):
+    code = "import time; print('ready', flush=True); time.sleep(60)"
+    child = Child(Command("rank", [sys.executable, "-c", code], tmp_path / "rank.log", ends_by=signal.SIGHUP))
+    assert eventually(lambda: "ready" in (tmp_path / "rank.log").read_text())
+    os.kill(child.pid, signal.SIGTERM)
+    time.sleep(0.3)
+    assert child.poll() is None
+    stop_all([child], grace_s=5)
+    assert child.poll() == -signal.SIGHUP
+
+
+@pytest.mark.parametrize("ends_by", [signal.SIGTERM, signal.SIGHUP])
+def test_children_die_when_the_parent_is_killed(tmp_path, ends_by):
     code = (
         "import pathlib, sys, time\nfrom megatron_rl.processes import Child, Command\n"
-        f"c = Child(Command('c', ['sleep', '60'], pathlib.Path({str(tmp_path)!r}) / 'c.log'))\nprint(c.pid, flush=True)\ntime.sleep(60)"
+        f"c = Child(Command('c', ['sleep', '60'], pathlib.Path({str(tmp_path)!r}) / 'c.log', ends_by={int(ends_by)}))\nprint(c.pid, flush=True)\ntime.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())
@@ -72,7 +84,7 @@ def test_a_child_whose_parent_is_killed_before_it_runs_its_program_dies_too(tmp_
     log = tmp_path / "c.log"  # the child's standard output, also before exec
     code = (
         "import os, pathlib, signal, time\nimport megatron_rl.processes.child as c\nreal = c.dying_with_me\n"
-        "def slowly():\n    mend = real()\n    def hook():\n        mend()\n        os.write(1, b'%d\\n' % os.getpid())\n"
+        "def slowly(*signals):\n    mend = real(*signals)\n    def hook():\n        mend()\n        os.write(1, b'%d\\n' % os.getpid())\n"
         "        end = time.monotonic() + 1\n        while time.monotonic() < end: pass\n    return hook\n"
         "c.dying_with_me = slowly\nsignal.signal(signal.SIGTERM, lambda *_: None)\n"
         f"c.Child(c.Command('c', ['sleep', '60'], pathlib.Path({str(log)!r})))"
