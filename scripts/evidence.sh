@@ -4,7 +4,7 @@
 #
 #   bash scripts/evidence.sh                               # all of it
 #   bash scripts/evidence.sh --arms a,c --seeds 1 --steps 40 --folder runs/quick
-#   bash scripts/evidence.sh --arms c,f,g --folder runs/nvfp4          # NVFP4, which is not among "all of it"
+#   bash scripts/evidence.sh --arms c,f,g,h --folder runs/nvfp4        # NVFP4, which is not among "all of it"
 #
 #   --arms    a  full sampling, top_p = 1
 #             b  top_p < 1, the trainer normalises over the whole vocabulary
@@ -13,11 +13,13 @@
 #             e  (c) without routing replay
 #             f  (c) with NVFP4 weights on the servers and quantisation-aware training
 #             g  (c) with NVFP4 weights on the servers alone
+#             h  (f) with the experts' weights alone in NVFP4
 #   --seeds   of prompts and sampling; each seed runs all arms before the next one begins
 #   --steps   of each run
 #   --jobs    runs at a time; a run keeps about one core busy
 #   --folder  runs lie in FOLDER/ARM-seedN, the table in FOLDER/table.md, the report in FOLDER/report.html
 set -euo pipefail
+((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 501)) || { echo "evidence: bash $BASH_VERSION; 5.1 or later is needed (wait -n -p)" >&2; exit 2; }
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 arms=a,b,c,d,e seeds=1,2,3 steps=160 jobs=2 folder=runs/evidence
@@ -31,7 +33,7 @@ while (($#)); do
         *) echo "evidence: $1 is no option; bash scripts/evidence.sh --help" >&2; exit 2 ;;
     esac
 done
-[[ $arms =~ ^[a-g](,[a-g])*$ ]] || { echo "evidence: --arms $arms: letters from a to g, with commas between" >&2; exit 2; }
+[[ $arms =~ ^[a-h](,[a-h])*$ ]] || { echo "evidence: --arms $arms: letters from a to h, with commas between" >&2; exit 2; }
 [[ $seeds =~ ^[0-9]{1,9}(,[0-9]{1,9})*$ ]] || { echo "evidence: --seeds $seeds: numbers, with commas between" >&2; exit 2; }
 for option in arms seeds; do
     twice=$(tr , '\n' <<<"${!option}" | sort | uniq -d)
@@ -53,42 +55,56 @@ overrides_of() {
         e) echo --objective.routing_replay false ;;
         f) echo --precision.training qat --precision.rollouts nvfp4 ;;
         g) echo --precision.rollouts nvfp4 --weight_sync.probe_tolerance 100.0 ;; # that the probes differ is what is to be seen
+        h) echo "--precision.training qat --precision.rollouts nvfp4 --precision.modules=[\"experts\"]" ;;
     esac
 }
 # A run that ends, whole or stopped, leaves its number of steps in summary.json.
 steps_done() { sed -n 's/.*"steps": \([0-9]*\).*/\1/p' "$folder/$1/summary.json" 2>/dev/null || true; }
 finished() { [[ $(steps_done "$1") -ge $2 ]]; }
 
-# train NAME STEPS OVERRIDES...: begins the run, or goes on with it where it was interrupted. Its output goes to FOLDER/NAME.log.
+# train NAME STEPS OVERRIDES...: begins the run, or goes on with it where it was interrupted. Its output goes to FOLDER/NAME.log. In a session
+# of its own: Ctrl-C reaches this script alone, which tells the runs once; a run that is told twice stops without saving.
 train() {
     local name=$1 last=$2 from=$config resume=()
     shift 2
     if [[ -f $folder/$name/config.toml ]]; then from=$folder/$name/config.toml resume=(--resume); fi
-    exec "$bin/megatron-rl" train "$from" "${resume[@]}" --run.folder "$folder" --run.name "$name" --run.steps "$last" "$@" >>"$folder/$name.log" 2>&1
+    exec setsid "$bin/megatron-rl" train "$from" "${resume[@]}" --run.folder "$folder" --run.name "$name" --run.steps "$last" "$@" >>"$folder/$name.log" 2>&1
 }
 
-# One policy for all: the supervised start of a run that ends after its first step.
-mkdir -p "$folder"
-if ! finished start 1; then
-    echo "evidence: the starting policy, about two minutes"
-    (train start 1) || { tail -n 15 "$folder/start.log" >&2; echo "evidence: no starting policy; the whole log: $folder/start.log" >&2; exit 1; }
-fi
-
-names=()
-for seed in ${seeds//,/ }; do for arm in ${arms//,/ }; do names+=("$arm-seed$seed"); done; done
-left=()
-for name in "${names[@]}"; do finished "$name" "$steps" || left+=("$name"); done
-echo "evidence: ${#left[@]} of ${#names[@]} runs to do, about $(( ${#left[@]} * 2 * steps / jobs / 60 )) minutes at 2 s a step, as seen with two runs on two cores"
-
 declare -A running=() # process id -> name
-# Runs in the background do not hear Ctrl-C; told to end, they save first.
 stop() {
     kill -TERM "${!running[@]}" 2>/dev/null || true
     wait
     echo "evidence: stopped; the same command goes on from here"
     exit 130
 }
-trap stop INT TERM
+trap stop INT TERM HUP
+
+# Runs are resumed with the configuration that they began with; those of another experiment must not stand in the same table.
+mkdir -p "$folder"
+if [[ -f $folder/experiment.toml ]]; then
+    cmp -s "$config" "$folder/experiment.toml" || { echo "evidence: $folder was begun with another $config (its experiment.toml); give another --folder" >&2; exit 2; }
+elif [[ -d $folder/start ]]; then
+    echo "evidence: $folder holds runs of an earlier experiment; give another --folder" >&2; exit 2
+else
+    cp "$config" "$folder/experiment.toml"
+fi
+
+# One policy for all: the supervised start of a run that ends after its first step.
+if ! finished start 1; then
+    echo "evidence: the starting policy, about two minutes"
+    train start 1 &
+    running[$!]=start
+    wait $! || { tail -n 15 "$folder/start.log" >&2; echo "evidence: no starting policy; the whole log: $folder/start.log" >&2; exit 1; }
+    running=()
+fi
+
+names=()
+for seed in ${seeds//,/ }; do for arm in ${arms//,/ }; do names+=("$arm-seed$seed"); done; done
+left=()
+for name in "${names[@]}"; do finished "$name" "$steps" || left+=("$name"); done
+echo "evidence: ${#left[@]} of ${#names[@]} runs to do, about $(( ${#left[@]} * 2 * steps / jobs / 60 )) minutes at 2 s a step, as seen with two runs on two cores and nothing beside them"
+
 done_here=0
 await_one() {
     local pid status=0 name

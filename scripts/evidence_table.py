@@ -22,6 +22,7 @@ ARMS = {
     "e": "(e) = (c), no routing replay",
     "f": "(f) = (c), NVFP4 and QAT",
     "g": "(g) = (c), NVFP4 without QAT",
+    "h": "(h) = (f), experts alone",
 }
 
 

@@ -27,6 +27,7 @@ from megatron_rl.metrics import read_rows
 from megatron_rl.objective import Denominators, SupervisedLoss
 from megatron_rl.preflight.plants import TRAINING, planted
 from megatron_rl.preflight.ranks import by_sequence
+from megatron_rl.processes import hear_no_sigterm
 from megatron_rl.records import StepPlan, write_scores
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.rank import TrainerRank
@@ -204,6 +205,7 @@ def _same(a: float, b: float) -> bool:
 
 def main(arguments: Sequence[str]) -> None:
     run, scratch = arguments
+    hear_no_sigterm()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     attribute(RunFolder(Path(run)), RunFolder(Path(scratch)))
 

@@ -3,14 +3,21 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0)]
-Word = Annotated[str, Field(pattern=r"^[!-~]+$")]
-"""Without blanks and line ends, which would begin another option, or another line, of a batch script."""
+
+
+def _one_word(text: str) -> str:
+    if not text or any(not "!" <= character <= "~" for character in text):
+        raise ValueError(f"{text!r} holds a blank, a line end or a character beyond ASCII, and stands in a batch script as one word: leave it out")
+    return text
+
+
+Word = Annotated[str, AfterValidator(_one_word)]
 
 
 class Section(BaseModel):

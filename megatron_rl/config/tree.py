@@ -245,10 +245,10 @@ def _activations_have_their_mode(c: Config) -> str | None:
         return None
     if p.training != "qat":
         return f"precision.activations = 'nvfp4' needs precision.training = 'qat', not '{p.training}'"
-    if not c.servers_have_nvfp4_layers and c.weight_sync.probe_tolerance is None:
+    if c.weight_sync.probe_tolerance is None:
         return (
-            "precision.activations = 'nvfp4': servers that get their weights over gloo, as on a CPU, or whole, multiply whole activations; set "
-            "weight_sync.probe_tolerance to the difference that you accept"
+            "precision.activations = 'nvfp4': servers quantise activations by vLLM's FP4 kernels alone, which are for Blackwell GPUs and weights over "
+            "nccl; all others multiply whole ones; set weight_sync.probe_tolerance to the difference that you accept"
         )
     return None
 

@@ -227,10 +227,11 @@ class Engine:
     def rollout_tensors(self) -> HfTensors | Nvfp4Tensors:
         """The policy as the rollout servers take it: as `hf_tensors` without layers for multi-token prediction, which the servers do not
         run; or with NVFP4 weights packed."""
+        tensors = self.hf_tensors().without(self.table.mtp_names)
         if self.config.precision.rollouts == "full":
-            return self.hf_tensors().without(self.table.mtp_names)
+            return tensors
         layout = wire_layout(self.config.precision, own_layers=self.config.servers_have_nvfp4_layers)
-        return Nvfp4Tensors(self.hf_tensors(), self._quantiser, layout)
+        return Nvfp4Tensors(tensors, self._quantiser, layout)
 
     def full_gradients(self, microbatches: Sequence[Microbatch], loss: Loss, denominators: Denominators) -> HfTensors:
         """Gradients of the step's loss, fp32, under Hugging Face names, gathered to rank 0 as they are iterated. No update is

@@ -53,7 +53,13 @@ def make_routes(
     microbatch. own: i64 [T], the positions that this rank's routers see. Raises RouteError at the first broken rule.
     """
     if not np.array_equal(positions, own):
-        raise RouteError(f"{len(positions)} routes are not those of this rank's {len(own)} tokens; rule: routes are cut for their own rank")
+        count = min(len(positions), len(own))
+        differing = np.flatnonzero(positions[:count] != own[:count])
+        first = f"; row {differing[0]} is of position {positions[differing[0]]}, not {own[differing[0]]}" if len(differing) else ""
+        raise RouteError(
+            f"{len(positions)} routes are not those of this rank's {len(own)} tokens{first}; rule: routes are cut by the layout and the coordinates of "
+            "their own rank (batching.cut_routes)"
+        )
     shape = (len(own), num_layers, top_k)
     if experts.shape != shape:
         raise RouteError(f"routes of shape {experts.shape}; rule: [tokens, MoE layers of this rank, experts per token] = {shape}")

@@ -67,6 +67,8 @@ class Comparison:
     measured_s: float
     predicted_bytes: float
     measured_bytes: float
+    settled: bool = True
+    """Whether the two fastest of its runs agree."""
 
     @property
     def time_error(self) -> float:
@@ -107,11 +109,12 @@ def measure_machine(
             announce(f"round {number}, {len(unsettled)} layouts: {case.candidate.describe()}, recompute {case.candidate.recompute}")
             done.append(_run(_config_of(config, small, case.candidate), case))
     measured = [RankMeasurement(min(run.step_s for run in done), min(run.peak_bytes for run in done)) for done in runs]
+    settled = [_is_settled(done) for done in runs]
     of_fit = [(case, found) for case, found in zip(cases, measured, strict=True) if case.fits]
     machine = fitted(
         counts, replace(machine, name=MEASURED, source=f"measured: {len(of_fit)} layouts of a shrunken model"), of_fit
     )
-    return machine, [_compare(counts, machine, case, found) for case, found in zip(cases, measured, strict=True)]
+    return machine, [_compare(counts, machine, *of_case) for of_case in zip(cases, measured, settled, strict=True)]
 
 
 def _is_settled(runs: list[RankMeasurement]) -> bool:
@@ -138,13 +141,13 @@ def _config_of(config: Config, hf_config: Mapping[str, Any], candidate: Candidat
             "expert": layout.ep, "expert_tensor": layout.etp, "first_stage_layers": None, "last_stage_layers": None, "sequence_parallel": None,
         },
         "trainer": {"max_tokens_per_microbatch": candidate.microbatch_tokens, "recompute": candidate.recompute, "threads_per_rank": 1},
-        "metrics": {"entropy_full_tokens": 0},
+        "metrics": {"entropy_full_tokens": 0}, "precision": {"training": "full", "rollouts": "full", "activations": "full"},
     }  # fmt: skip
     for section, values in changes.items():
         tree[section] |= values
     return Config.model_validate(tree)
 
 
-def _compare(counts: ParameterCounts, machine: Machine, case: Case, found: RankMeasurement) -> Comparison:
+def _compare(counts: ParameterCounts, machine: Machine, case: Case, found: RankMeasurement, settled: bool) -> Comparison:
     seconds, size = predicted(counts, machine, case)
-    return Comparison(case, seconds, found.step_s, size, float(found.peak_bytes))
+    return Comparison(case, seconds, found.step_s, size, float(found.peak_bytes), settled)

@@ -180,10 +180,12 @@ def print_comparison(console: Console, comparisons: Sequence[Comparison]) -> Non
         candidate, mib = c.case.candidate, 1 << 20
         table.add_row(
             "fitted" if c.case.fits else "[bold]held out[/bold]", candidate.describe(), str(candidate.microbatch_tokens), candidate.recompute,
-            f"{c.predicted_s:.2f}", f"{c.measured_s:.2f}", f"{c.time_error:+.0%}",
+            f"{c.predicted_s:.2f}", f"{c.measured_s:.2f}{'' if c.settled else ' *'}", f"{c.time_error:+.0%}",
             f"{c.predicted_bytes / mib:.0f}", f"{c.measured_bytes / mib:.0f}", f"{c.memory_error:+.1%}",
         )  # fmt: skip
     console.print(table)
+    if not all(c.settled for c in comparisons):
+        console.print("* its two fastest runs do not agree: something else ran on this machine, and the measurement is worth repeating")
 
 
 def _s(seconds: float) -> str:

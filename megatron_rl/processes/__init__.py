@@ -8,6 +8,7 @@ from megatron_rl.processes.child import (
     ProcessError,
     dying_with_me,
     end_forks_with_me,
+    hear_no_sigterm,
     log_tail,
     stop_all,
 )
@@ -16,5 +17,6 @@ from megatron_rl.processes.ports import PortError, check_host, check_port, free_
 
 __all__ = [
     "AddressError", "Child", "Command", "Nodes", "PortError", "Process", "ProcessError", "RemoteProcess", "address_of_interface",
-    "address_of_this_host", "check_host", "check_port", "dying_with_me", "end_forks_with_me", "free_ports", "interface_of", "log_tail", "stop_all",
+    "address_of_this_host", "check_host", "check_port", "dying_with_me", "end_forks_with_me", "free_ports", "hear_no_sigterm", "interface_of", "log_tail",
+    "stop_all",
 ]  # fmt: skip

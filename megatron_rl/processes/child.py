@@ -25,7 +25,7 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)
     ends_by: int = signal.SIGTERM
     """The signal that ends it. With another one than SIGTERM it does not hear SIGTERM, which a batch system sends to every process of a job
-    that is cancelled or preempted, and which one process has to answer for all."""
+    that is cancelled or preempted, and which one process has to answer for all; the program calls `hear_no_sigterm` as it begins."""
 
 
 class ProcessError(RuntimeError):
@@ -130,6 +130,15 @@ def log_tail(path: Path, num_lines: int = 15) -> str:
     except OSError as error:
         return f"  (no log: {error})"
     return "\n".join(f"  {line}" for line in lines[-num_lines:])
+
+
+def hear_no_sigterm() -> None:
+    """To be called by a program whose Command has another ends_by: what it starts, such as a reward's own processes, ends by SIGTERM again,
+    which an ignored signal would not be."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        return  # started by hand
+    signal.signal(signal.SIGTERM, lambda *_: None)  # exec gives the signal back its meaning, and so does a fork
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def end_forks_with_me() -> None:

@@ -22,6 +22,7 @@ from typing import TypeVar
 import httpx
 
 from megatron_rl.config import ConfigError, RunFolder
+from megatron_rl.processes import hear_no_sigterm
 from megatron_rl.records import GroupTask
 from megatron_rl.rollouts.group import GroupSampler
 from megatron_rl.rollouts.sampled_model import read_sampled_model
@@ -132,6 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--orchestrator", required=True, metavar="URL")
     parser.add_argument("--name", default=f"{socket.gethostname()}-{os.getpid()}")
     args = parser.parse_args(argv)
+    hear_no_sigterm()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
     try:

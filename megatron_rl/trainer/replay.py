@@ -14,6 +14,7 @@ from megatron_rl.batching import Spool
 from megatron_rl.config import RunFolder
 from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics import read_rows
+from megatron_rl.processes import hear_no_sigterm
 from megatron_rl.trainer.comparison import StepComparison, comparable, differing_metrics
 from megatron_rl.trainer.fingerprint import Fingerprint, TensorDifference
 from megatron_rl.trainer.loop import Trainer
@@ -100,6 +101,7 @@ def _first_of(differences: Sequence[dict[str, float]]) -> tuple[TensorDifference
 
 def main(arguments: Sequence[str]) -> None:
     run, scratch, first, steps = arguments
+    hear_no_sigterm()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     replay(RunFolder(Path(run)), RunFolder(Path(scratch)), int(first), int(steps))
 

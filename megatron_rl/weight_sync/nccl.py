@@ -84,7 +84,7 @@ class NcclSender:
         return {
             "names": [meta.name for meta in metas],
             "dtype_names": [meta.dtype for meta in metas],
-            "shapes": [list(meta.shape) for meta in metas],
+            "shapes": [list(_sent_shape(meta)) for meta in metas],
         }
 
     def stream(self, source: WeightSource) -> dict[str, str]:
@@ -94,7 +94,7 @@ class NcclSender:
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             try:
                 for meta, tensor in checked_tensors(source):
-                    yield meta.name, tensor
+                    yield meta.name, tensor.reshape(_sent_shape(meta))
             except Exception as error:
                 trouble.append(error)
                 raise
@@ -145,6 +145,11 @@ class NcclSender:
             self._communicator.destroy()
         self._communicator = None
         self._members = ()
+
+
+def _sent_shape(meta: WeightMeta) -> tuple[int, ...]:
+    """vLLM's packing views each tensor as bytes, which one without dimensions (an NVFP4 global scale) does not allow; its loaders take both."""
+    return tuple(meta.shape) or (1,)
 
 
 def _free_port(host: str) -> int:

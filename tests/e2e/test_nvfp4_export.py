@@ -4,11 +4,12 @@
 """
 
 import json
+import math
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,13 @@ from megatron_rl.conversion.model_files import write_model_files
 from megatron_rl.conversion.outgoing import left_out
 from megatron_rl.layouts import ParameterTable
 from megatron_rl.precision import Selection, amax_of, fake_quantise, quantised_stream, selection_of, stored_layout, wire_layout
+from megatron_rl.weight_sync.nccl import NcclSender
+from megatron_rl.wire.weights import WeightMeta
 from tests.architecture.source import REPOSITORY
 
 pytest.importorskip("vllm")
+
+from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
 
 MOE = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
@@ -134,7 +139,7 @@ def test_vllm_gets_the_trainers_values(source: Path, layout: str) -> None:
 
 @pytest.mark.parametrize("precision", [{}, {"activations": "nvfp4", "activation_amax": 64.0}], ids=["w4a16", "w4a4"])
 def test_a_weight_update_gives_vllms_nvfp4_layers_the_trainers_values(source: Path, tmp_path: Path, precision: dict[str, Any]) -> None:
-    """From the configuration that such servers are started with, and the stream that they are sent, over what transport ever."""
+    """From the configuration that such servers are started with, and the stream that they are sent, through vLLM's own packing for NCCL."""
     section = Precision(training="qat", rollouts="nvfp4", exclude=["model.layers.2.mlp.experts"], **precision)
     plain, table = HfCheckpoint.open(source / "hf"), ParameterTable(MOE)
     selection = selection_of(section, table)
@@ -142,11 +147,35 @@ def test_a_weight_update_gives_vllms_nvfp4_layers_the_trainers_values(source: Pa
     stream = quantised_stream(
         ((name, plain[name]) for name in plain), selection.group_of, amaxes_of(plain, selection), wire_layout(section, own_layers=True)
     )
-    save_file({name: tensor for name, tensor in stream if tensor is not None}, tmp_path / "update.safetensors")
+    save_file(as_nccl_brings_it({name: tensor for name, tensor in stream if tensor is not None}), tmp_path / "update.safetensors")
     found = in_vllm(tmp_path, tmp_path / "update.safetensors")
     check(found, source, selection)
     inputs = [tensor for name, tensor in found.items() if name.endswith(("input_global_scale", "_input_scale"))]
     assert bool(inputs) and (not precision or all(torch.equal(t, torch.full_like(t, 64.0) / 2688) for t in inputs))
+
+
+class Source(dict[str, Tensor]):
+    """A WeightSource."""
+
+    @property
+    def metas(self) -> list[WeightMeta]:
+        return [WeightMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in self.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.items())
+
+
+def as_nccl_brings_it(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sender and receiver without the network between them, which has a GPU."""
+    sender, source, packed = NcclSender("127.0.0.1"), Source(tensors), []
+    told = sender.announcement(source.metas, 1)
+    sender._communicator = object()
+    sender._broadcast = lambda stream: packed.append(pack_tensors(stream, lambda item: item[1], 1 << 40))
+    assert sender.stream(source) == {}
+    (chunk,) = packed
+    dtypes = [getattr(torch, name) for name in told["dtype_names"]]
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(told["shapes"], dtypes, strict=True)]
+    return {name: tensor.clone() for name, tensor in unpack_tensor(chunk.packed_tensor, told["names"], told["shapes"], dtypes, sizes)}
 
 
 @pytest.mark.slow

@@ -47,14 +47,18 @@ def test_a_run_can_be_hidden_and_lines_can_be_means(tmp_path):
     write_report(folders, tmp_path / "out.html")
     page = (tmp_path / "out.html").read_text()
     work = """<script>
-      document.querySelector('#runs input[value="two"]').click();
+      places[1].data.forEach(trace => { if (trace.name === places[1].data[0].name) trace.visible = "legendonly"; });
+      document.querySelector('#runs input[value="one"]').click();
       document.getElementById("window").value = "5";
       document.getElementById("window").onchange();
-      const reward = places[0].data[0], values = measured[0][0];
+      const reward = places[0].data[1], values = measured[0][1];
       document.body.dataset.lines = places[0].querySelectorAll(".scatterlayer .trace").length;
+      document.body.dataset.legend = places[0].querySelectorAll(".legendtext").length;
+      document.body.dataset.kept = places[1].data.filter(trace => trace.meta === "two").map(trace => trace.visible).join();
       document.body.dataset.off = Math.abs(reward.y[20] - values.slice(16, 21).reduce((a, b) => a + b) / 5);
     </script></body>"""
     (tmp_path / "worked.html").write_text(page.replace("</body>", work))
-    # Of two lines, one for each run.
-    found = re.search(r'<body data-lines="(\d+)" data-off="([^"]+)"', drawn(tmp_path / "worked.html"))
-    assert found and int(found[1]) == 1 and float(found[2]) < 1e-6
+    found = dict(re.findall(r'data-(lines|legend|kept|off)="([^"]*)"', drawn(tmp_path / "worked.html").partition(">")[0]))
+    # Of two lines, one for each run, the first run's is gone, and the legend still names the series; what a legend's entry hid stays hidden.
+    assert (found["lines"], found["legend"]) == ("1", "1") and found["kept"].endswith("legendonly"), found
+    assert float(found["off"]) < 1e-6

@@ -89,7 +89,7 @@ def test_a_rank_gets_the_rows_of_its_tokens_by_layer() -> None:
 
 
 def test_rows_of_another_rank_are_refused() -> None:
-    with pytest.raises(RouteError, match="cut for their own rank"):
+    with pytest.raises(RouteError, match="row 0 is of position 1, not 0; rule"):
         routes_of(rows(), positions=np.arange(NUM_TOKENS) + 1)
 
 

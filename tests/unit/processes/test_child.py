@@ -65,6 +65,20 @@ def test_a_child_that_does_not_hear_a_cancelled_job_ends_by_its_own_signal(tmp_p
     assert child.poll() == -signal.SIGHUP
 
 
+def test_what_such_a_child_starts_ends_by_sigterm(tmp_path):
+    """As a reward that runs code ends its own processes, by exec and by fork."""
+    code = (
+        "import multiprocessing, subprocess, sys, time\nfrom megatron_rl.processes import hear_no_sigterm\nhear_no_sigterm()\n"
+        "program = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "fork = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\nfork.start()\ntime.sleep(0.5)\n"
+        "for started in (program, fork):\n    started.terminate()\n"
+        "fork.join(20)\nprint(program.wait(20), fork.exitcode, flush=True)"
+    )
+    child = Child(Command("worker", [sys.executable, "-c", code], tmp_path / "worker.log", ends_by=signal.SIGHUP))
+    assert child.wait(60) == 0, child.failure()
+    assert (tmp_path / "worker.log").read_text().split() == [str(-signal.SIGTERM)] * 2
+
+
 @pytest.mark.parametrize("ends_by", [signal.SIGTERM, signal.SIGHUP])
 def test_children_die_when_the_parent_is_killed(tmp_path, ends_by):
     code = (
