@@ -127,4 +127,4 @@ def test_the_process_says_what_is_missing(tmp_path, monkeypatch, capsys, caplog)
     assert "MEGATRON_RL_KEY is not set" in capsys.readouterr().err
     monkeypatch.setenv("MEGATRON_RL_KEY", "k")
     assert main([str(tmp_path), "--orchestrator", "http://127.0.0.1:1"]) == 1
-    assert "config.toml: cannot be read" in caplog.text
+    assert "holds no run (config.toml is not there)" in caplog.text
