@@ -11,7 +11,7 @@ from megatron_rl.rollouts.server import server_command
 
 ENDS_OWN_BY = signal.SIGHUP
 """Workers and ranks. A job that is cancelled has its SIGTERM answered by the orchestrator, which needs them to save; vLLM's servers, which it
-does not need for that, answer it themselves. Of the signals that end a process unasked, SIGHUP is one that no batch system sends."""
+does not need for that, answer it themselves. SIGHUP ends a program that has no handler, and is none of those that scancel sends."""
 
 
 def server_process(config: Config, folder: RunFolder, slot: int, host: str, port: int, life: int, key: str) -> Command:

@@ -25,7 +25,7 @@ LARGEST_TIME_ERROR, LARGEST_MEMORY_ERROR = 0.25, 0.10
 
 AGREE, FEWEST_ROUNDS, MOST_ROUNDS = 1.04, 3, 6
 """All cases are run in turn, round after round, each until its two fastest runs differ by less than this factor: what else goes on in a
-machine slows it for minutes, which runs of one case behind one another would take for the case's own."""
+machine slows it for a while, which runs of one case behind one another would take for the case's own."""
 
 _SIZES = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "moe_intermediate_size": 256, "num_hidden_layers": 4,
