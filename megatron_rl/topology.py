@@ -134,7 +134,9 @@ class Layout:
         rows = self.padded_vocab_size(vocab_size) // self.tp
         return range(tp_rank * rows, (tp_rank + 1) * rows)
 
-    def check_model(self, *, num_layers: int, num_heads: int, num_query_groups: int, hidden_size: int, num_experts: int | None) -> None:
+    def check_model(
+        self, *, num_layers: int, num_heads: int, num_query_groups: int, hidden_size: int, num_experts: int | None
+    ) -> None:
         """Raise one LayoutError that lists every size of the model that this layout does not divide."""
         wrong = []
 
@@ -157,7 +159,9 @@ class Layout:
 
     def _uneven_text(self, num_layers: int) -> str:
         if self.first_stage_layers is None and self.last_stage_layers is None:
-            remedy = "" if self.vpp > 1 else "; give the first or last stage a size of its own (first_stage_layers, last_stage_layers)"
+            remedy = (
+                "" if self.vpp > 1 else "; give the first or last stage a size of its own (first_stage_layers, last_stage_layers)"
+            )
             return f"num_layers = {num_layers} is not a multiple of pp x vpp = {self.pp * self.vpp}{remedy}"
         return (
             f"num_layers = {num_layers} with first_stage_layers = {self.first_stage_layers} and last_stage_layers = {self.last_stage_layers} "

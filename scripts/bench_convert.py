@@ -44,7 +44,7 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     import torch
 
     from megatron_rl.conversion import write_hf_checkpoint
-    from megatron_rl.layouts import ParameterTable
+    from megatron_rl.weight_mapping import ParameterTable
 
     noise = torch.randn(1 << 20).to(torch.bfloat16)
 
@@ -135,14 +135,20 @@ def convert_back(source: Path, out: Path) -> None:
 
 
 def bench(folder: Path, gib: float) -> dict[str, Any]:
-    from megatron_rl.layouts import ParameterTable
+    from megatron_rl.weight_mapping import ParameterTable
 
     config = model_of(gib)
     write_model(folder / "hf", config)
     largest = max(2 * _numel(tensor.shape) for tensor in ParameterTable(config).hf_tensors.values())
-    result: dict[str, Any] = {"gib": sum(f.stat().st_size for f in files_of(folder / "hf")) / (1 << 30), "largest_tensor_bytes": largest}
+    result: dict[str, Any] = {
+        "gib": sum(f.stat().st_size for f in files_of(folder / "hf")) / (1 << 30),
+        "largest_tensor_bytes": largest,
+    }
     shares, peaks = [], []
-    for name, work, source, out in (("hf_to_megatron", convert_there, "hf", "megatron"), ("megatron_to_hf", convert_back, "megatron", "back")):
+    for name, work, source, out in (
+        ("hf_to_megatron", convert_there, "hf", "megatron"),
+        ("megatron_to_hf", convert_back, "megatron", "back"),
+    ):
         copy_s, _ = in_its_own_process(copy_folder, folder / source, folder / "copy")
         seconds, peak = in_its_own_process(work, folder / source, folder / out)
         for file in files_of(folder / "copy"):

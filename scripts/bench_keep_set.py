@@ -175,7 +175,10 @@ def _chunked_sets(inputs: dict[str, Tensor]) -> Tensor:
 def _chunked_untruncated(inputs: dict[str, Tensor]) -> Tensor:
     """The usual fused linear cross-entropy: a running maximum and sum forward, the logits again backward."""
     hidden, weight, targets, upstream = (inputs[name].detach() for name in ("hidden", "weight", "target_ids", "upstream"))
-    maximum, total = torch.full((len(hidden), 1), float("-inf"), device=hidden.device), torch.zeros(len(hidden), 1, device=hidden.device)
+    maximum, total = (
+        torch.full((len(hidden), 1), float("-inf"), device=hidden.device),
+        torch.zeros(len(hidden), 1, device=hidden.device),
+    )
     for first in range(0, len(weight), CHUNK_ROWS):
         logits = (hidden @ weight[first : first + CHUNK_ROWS].t()).float().div_(TEMPERATURE)
         higher = torch.maximum(maximum, logits.amax(1, keepdim=True))
@@ -292,7 +295,9 @@ def run_problem(problem: Problem, arguments: argparse.Namespace, bandwidth: floa
         torch.save(inputs, path)
         row = {**asdict(problem), **describe(inputs), "floor_seconds": floor_seconds(inputs, bandwidth), "arms": {}}
         del inputs
-        measured = {arm: _in_own_process(arm, path, arguments) for arm in ARMS if problem.sets == "published" or arm != "dense_masked"}
+        measured = {
+            arm: _in_own_process(arm, path, arguments) for arm in ARMS if problem.sets == "published" or arm != "dense_masked"
+        }
     _check_that_arms_agree(measured, 1e-3 if arguments.dtype == "fp32" else 0.1)
     for arm, result in measured.items():
         row["arms"][arm] = {"seconds": median(result["seconds"]), "peak_bytes": result["peak_bytes"]}
@@ -331,7 +336,11 @@ def describe(inputs: dict[str, Tensor]) -> dict:
 
 def headline(rows: list[dict]) -> dict:
     """The ratios of the last published row, and the worst of the adversarial ones, of those that were run."""
-    ratios, published, adversarial = {}, [row for row in rows if row["sets"] == "published"], [row for row in rows if row["sets"] != "published"]
+    ratios, published, adversarial = (
+        {},
+        [row for row in rows if row["sets"] == "published"],
+        [row for row in rows if row["sets"] != "published"],
+    )
     if adversarial:
         ratios["adversarial_worst_over_chunked"] = max(over_chunked(row) for row in adversarial)
     if not published:
@@ -357,7 +366,10 @@ def print_row(row: dict) -> None:
     print(f"\n{row['sets']}: {shape}; {sets}; floor {row['floor_seconds'] * 1e3:.1f} ms", flush=True)
     for arm, result in row["arms"].items():
         ratio = result["seconds"] / row["arms"]["keep_set"]["seconds"]
-        print(f"  {arm:15s} {result['seconds'] * 1e3:10.1f} ms {result['peak_bytes'] / 1e6:9.1f} MB {ratio:9.2f} x keep_set", flush=True)
+        print(
+            f"  {arm:15s} {result['seconds'] * 1e3:10.1f} ms {result['peak_bytes'] / 1e6:9.1f} MB {ratio:9.2f} x keep_set",
+            flush=True,
+        )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -366,10 +378,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="H = 4096 too; takes minutes in the dense arms")
     parser.add_argument("--quick", action="store_true", help="tiny inputs, to see that the script works")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="only these")
-    parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="cpu: this process's own time, of all its threads")
+    parser.add_argument(
+        "--clock", default="wall", choices=("wall", "cpu"), help="cpu: this process's own time, of all its threads"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)
-    parser.add_argument("--repeats", type=int, default=2, help="of the dense arms, after one run to warm up (0: that run counts); five times as many of the others")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=2,
+        help="of the dense arms, after one run to warm up (0: that run counts); five times as many of the others",
+    )
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--inputs", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -382,7 +401,9 @@ def main() -> None:
         return
     bandwidth = copy_bandwidth(arguments.device, arguments.clock)
     threads = f"{torch.get_num_threads()} thread(s), " if arguments.device == "cpu" else ""
-    print(f"{arguments.device}, {arguments.dtype}, {threads}{arguments.clock} clock, copies {bandwidth / 1e9:.1f} GB/s (read + write)")
+    print(
+        f"{arguments.device}, {arguments.dtype}, {threads}{arguments.clock} clock, copies {bandwidth / 1e9:.1f} GB/s (read + write)"
+    )
     rows = []
     for problem in problems(arguments.quick, arguments.full, arguments.sets):
         rows.append(run_problem(problem, arguments, bandwidth))

@@ -27,14 +27,14 @@ from megatron_rl.batching import AssemblyOptions, SupervisedExample, SupervisedP
 from megatron_rl.config import Config
 from megatron_rl.conversion import random_hf_tensors
 from megatron_rl.engine import build_engine
-from megatron_rl.engine.world import World
-from megatron_rl.layouts import ParameterTable, Placement
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.objective import Denominators, SupervisedLoss
 from megatron_rl.optim import DistributedMuon, HeldPiece, MuonRates, Piece, bytes_sent, loads_of, plan_rounds, stage_tasks
 from megatron_rl.optim.exchange import Routing, bring_together, cut_up
 from megatron_rl.optim.muon import update_of
 from megatron_rl.records import ModelContract
 from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping import ParameterTable, Placement
 
 ROOT = Path(__file__).parents[1]
 DEMO = tomllib.loads((ROOT / "model_configs" / "tiny-moe-cpu.toml").read_text())["model"]["architecture"]
@@ -105,7 +105,7 @@ def measure(rank: int, layout: Layout, arm: str, repeats: int, architecture: dic
 def measured(turns: int, repeats: int, architecture: dict) -> dict[str, dict[str, float]]:
     """Median seconds by layout and arm; arms take turns, so that a slow minute of the machine meets all of them."""
     found: dict[str, dict[str, list[float]]] = {name: {arm: [] for arm in ARMS} for name in LAYOUTS}
-    with World(2) as world:
+    with RankPool(2) as world:
         for _ in range(turns):
             for name, layout in LAYOUTS.items():
                 for arm in ARMS:

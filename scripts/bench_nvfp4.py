@@ -28,10 +28,10 @@ from torch import Tensor
 from megatron_rl.config import Config, load_config
 from megatron_rl.conversion import random_hf_tensors
 from megatron_rl.engine import build_engine, quantisation, start_process
-from megatron_rl.layouts import ParameterTable
 from megatron_rl.objective import PolicyLoss
 from megatron_rl.precision import Selection, fake_quantise, selection_of
 from megatron_rl.trainer.publisher import PolicySource
+from megatron_rl.weight_mapping import ParameterTable
 from megatron_rl.wire.weights import WeightMeta, pack_bucket, plan_buckets
 
 LARGEST_RATIO = 4.0

@@ -24,22 +24,24 @@ from bench_keep_set import Problem, set_sizes
 from torch import Tensor
 
 from megatron_rl.batching import Alignment, AssemblyOptions, Microbatch
-from megatron_rl.batching.lay_out import Member, lay_out
+from megatron_rl.batching.collate import Member, lay_out
 from megatron_rl.config import Config, load_config
 from megatron_rl.conversion import random_hf_tensors
 from megatron_rl.engine import build_engine, head, start_process
-from megatron_rl.engine.clock import Clock, EndsBackward, StartsBackward
+from megatron_rl.engine.timers import Clock, EndsBackward, StartsBackward
 from megatron_rl.keep_set import KeepSetOutput, KeepSets, keep_set_log_probs
-from megatron_rl.layouts import ParameterTable
 from megatron_rl.objective import Denominators, PolicyLoss
 from megatron_rl.records import ModelContract, Rollout, Sampling
+from megatron_rl.weight_mapping import ParameterTable
 
 DEMO = Path(__file__).parents[1] / "model_configs" / "tiny-moe-cpu.toml"
 PROMPT, COMPLETION = 8, 56
 LogProbs = Callable[..., KeepSetOutput]
 
 
-def dense_masked(hidden: Tensor, weight: Tensor, sets: KeepSets, *, temperature: Tensor, vocab_size: int, **_: object) -> KeepSetOutput:
+def dense_masked(
+    hidden: Tensor, weight: Tensor, sets: KeepSets, *, temperature: Tensor, vocab_size: int, **_: object
+) -> KeepSetOutput:
     """All logits [N, V], those outside of the sets masked, log-softmax: what Megatron-based trainers do. Zeros without a loss."""
     kept = torch.zeros(len(hidden), len(weight), dtype=torch.bool)
     rows = torch.repeat_interleave(torch.arange(len(hidden)), sets.keep_offsets.diff())
@@ -68,7 +70,9 @@ def random_microbatches(config: Config, table: ParameterTable, num_tokens: int) 
     contract = ModelContract(vocab, len(architecture.moe_layers), moe.num_experts if moe else 0, moe.top_k if moe else 0)
     count = num_tokens // (PROMPT + COMPLETION)
     sizes = set_sizes(Problem("published", count * COMPLETION, vocab, 0)).clamp(max=vocab // 2).numpy().reshape(count, COMPLETION)
-    members = [Member(n, random_rollout(contract, random, of_rollout), float(random.normal())) for n, of_rollout in enumerate(sizes)]
+    members = [
+        Member(n, random_rollout(contract, random, of_rollout), float(random.normal())) for n, of_rollout in enumerate(sizes)
+    ]
     layers = tuple(range(contract.num_moe_layers))
     options = AssemblyOptions(contract, config.trainer.max_tokens_per_microbatch, sequence_parallel=False, moe_layers=layers)
     per_batch = config.trainer.max_tokens_per_microbatch // (PROMPT + COMPLETION)
@@ -104,12 +108,16 @@ def measure(config: Config, num_tokens: int, repeats: int) -> dict[str, dict[str
             for arm, compute in (("keep_set", keep_set_log_probs), ("dense_masked", dense_masked)):
                 head.keep_set_log_probs = partial(timed, compute, clock)
                 began = time.perf_counter()
-                metrics = engine.train_step(microbatches, PolicyLoss(config.objective), denominators, step=step, learning_rate=0.0)
+                metrics = engine.train_step(
+                    microbatches, PolicyLoss(config.objective), denominators, step=step, learning_rate=0.0
+                )
                 seconds[arm].append((clock.read(), time.perf_counter() - began))
                 computed[arm] = [metrics[name].value for name in ("grad_norm", "entropy_keep_set")]
         engine.close()
         dist.destroy_process_group()
-    if not np.allclose(computed["keep_set"], computed["dense_masked"], rtol=1e-3):  # rounding of fp32, and of bf16 models' gradients
+    if not np.allclose(
+        computed["keep_set"], computed["dense_masked"], rtol=1e-3
+    ):  # rounding of fp32, and of bf16 models' gradients
         raise SystemExit(f"the arms differ in gradient norm or entropy: {computed}")
     return {arm: dict(zip(("output_layer_s", "step_s"), map(median, zip(*of_arm[1:])))) for arm, of_arm in seconds.items()}
 
@@ -126,10 +134,14 @@ def main() -> None:
     torch.manual_seed(0)
     found = measure(config, arguments.tokens, arguments.repeats)
     sizes = config.model.architecture
-    print(f"V={sizes['vocab_size']} H={sizes['hidden_size']}, {sizes['num_hidden_layers']} layers, {arguments.tokens} tokens a step, {torch.get_num_threads()} thread(s)")
+    print(
+        f"V={sizes['vocab_size']} H={sizes['hidden_size']}, {sizes['num_hidden_layers']} layers, {arguments.tokens} tokens a step, {torch.get_num_threads()} thread(s)"
+    )
     for arm, numbers in found.items():
         numbers["share"] = numbers["output_layer_s"] / numbers["step_s"]
-        print(f"{arm:13s} output layer {numbers['output_layer_s'] * 1e3:8.1f} ms of a step of {numbers['step_s'] * 1e3:8.1f} ms: {numbers['share']:.1%}")
+        print(
+            f"{arm:13s} output layer {numbers['output_layer_s'] * 1e3:8.1f} ms of a step of {numbers['step_s'] * 1e3:8.1f} ms: {numbers['share']:.1%}"
+        )
     print(f"step_speedup = {found['dense_masked']['step_s'] / found['keep_set']['step_s']:.3g}")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))

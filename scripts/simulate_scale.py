@@ -27,11 +27,11 @@ import httpx
 import numpy as np
 
 from megatron_rl.config import Config, RunFolder
+from megatron_rl.inference.vllm.completion import decode_completion
 from megatron_rl.orchestrator import Orchestrator, RunState, control_app, listen, serving
+from megatron_rl.orchestrator.fleet import Fleet
 from megatron_rl.records import GroupResult, GroupTask, ModelContract, RolloutSummary, Sampling, check_rollout, write_payload
-from megatron_rl.rollouts.completion import decode_completion
 from megatron_rl.rollouts.episode import EpisodeRules, run_episode
-from megatron_rl.rollouts.fleet import Fleet
 from megatron_rl.rollouts.group import summary_of
 from megatron_rl.wire.access import with_key
 from megatron_rl.wire.control import (

@@ -65,7 +65,10 @@ def up(folder: Path, requeue_after_s: int) -> None:
     folder.chmod(0o755)  # munge's clients have to reach its socket
     _start_munge(folder)
     host, ports = socket.gethostname().partition(".")[0], _free_ports(1 + len(NODES))
-    nodes = [f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2" for name, port in zip(NODES, ports[1:], strict=True)]
+    nodes = [
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2"
+        for name, port in zip(NODES, ports[1:], strict=True)
+    ]
     conf = CONF.format(host=host, ports=ports, folder=folder, requeue_after_s=requeue_after_s, nodes="\n".join(nodes))
     (folder / "slurm.conf").write_text(conf)
     _call("slurmctld", "-f", str(folder / "slurm.conf"), "-c")
@@ -88,7 +91,13 @@ def _start_munge(folder: Path) -> None:
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
-    files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munged.pid", "log-file": "munged.log", "seed-file": "munge.seed"}
+    files = {
+        "socket": "munge.socket",
+        "key-file": "munge.key",
+        "pid-file": "munged.pid",
+        "log-file": "munged.log",
+        "seed-file": "munge.seed",
+    }
     _call("munged", "--force", *(f"--{option}={folder / name}" for option, name in files.items()))
 
 
@@ -97,7 +106,9 @@ def _wait_until_idle(folder: Path) -> None:
     deadline = time.monotonic() + START_S
     states: list[str] = []
     while time.monotonic() < deadline:
-        asked = subprocess.run(["sinfo", "--noheader", "--Node", "--format=%T"], env=environment, capture_output=True, text=True, check=False)
+        asked = subprocess.run(
+            ["sinfo", "--noheader", "--Node", "--format=%T"], env=environment, capture_output=True, text=True, check=False
+        )
         states = asked.stdout.split()
         if states == ["idle"] * len(NODES):
             return
@@ -136,7 +147,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("up", "down"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--requeue-after", type=int, default=120, metavar="S", help="seconds that a requeued job waits; Slurm's own default")
+    parser.add_argument(
+        "--requeue-after", type=int, default=120, metavar="S", help="seconds that a requeued job waits; Slurm's own default"
+    )
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()
     up(folder, arguments.requeue_after) if arguments.action == "up" else down(folder)

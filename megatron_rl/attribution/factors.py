@@ -7,7 +7,7 @@ from typing import Any
 from megatron_rl.attribution.record import StepRecord
 from megatron_rl.attribution.scoring import Scoring
 from megatron_rl.config import Config
-from megatron_rl.layouts import ModelArchitecture, ParameterTable, Placement
+from megatron_rl.weight_mapping import ModelArchitecture, ParameterTable, Placement
 
 DROPOUT = 0.1
 """Megatron's default, which a run of this program never uses."""
@@ -145,7 +145,7 @@ def _changed(config: Config, section: str, values: Mapping[str, Any]) -> Config:
 
 
 def _fits(config: Config, hf_config: Mapping[str, Any]) -> bool:
-    layout = config.parallel
+    layout = config.parallel_layout
     try:
         Placement(ParameterTable(hf_config, padded_vocab_size=layout.padded_vocab_size(hf_config["vocab_size"])), layout)
     except ValueError:

@@ -21,18 +21,18 @@ from megatron_rl.batching import Microbatch, Spool, microbatches_for
 from megatron_rl.config import RunFolder
 from megatron_rl.conversion import HfCheckpoint
 from megatron_rl.engine.engine import Weights
-from megatron_rl.layouts import HeldParameter
-from megatron_rl.layouts.kinds import GateUp
 from megatron_rl.metrics import read_rows
 from megatron_rl.objective import Denominators, SupervisedLoss
-from megatron_rl.preflight.plants import TRAINING, planted
+from megatron_rl.preflight.faults import TRAINING, planted
 from megatron_rl.preflight.ranks import by_sequence
-from megatron_rl.processes import hear_no_sigterm
+from megatron_rl.processes import ignore_sigterm
 from megatron_rl.records import StepPlan, write_scores
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.rank import TrainerRank
-from megatron_rl.trainer.ranks import gather_on_first, meet_in, share
+from megatron_rl.trainer.ranks import broadcast_object, gather_object, rendezvous_in
 from megatron_rl.trainer.saving import save_checkpoint, write_policy
+from megatron_rl.weight_mapping import HeldParameter
+from megatron_rl.weight_mapping.param_mappings import GateUp
 from megatron_rl.wire.control import decode, encode
 
 JOB, SCORES, OUTCOME = "job.json", "scores.safetensors", "outcome.json"
@@ -77,12 +77,15 @@ class StepScorer:
             (held.parameter.name, held.shard_rank): (float(gradient.double().sum()), float(gradient.double().norm()))
             for held, gradient in self._rank.engine.own_gradients()
         }
-        return _differing(gather_on_first(own) or [])
+        return _differing(gather_object(own) or [])
 
     def _microbatches(self, scoring: Scoring) -> list[Microbatch]:
         r = self._rank
         options = replace(
-            r.options, routing_replay=scoring.routing_replay, keep_set_replay=scoring.keep_set_replay, route_shift=scoring.route_shift
+            r.options,
+            routing_replay=scoring.routing_replay,
+            keep_set_replay=scoring.keep_set_replay,
+            route_shift=scoring.route_shift,
         )
         return microbatches_for(self._plan, r.spool, r.groups.layout, r.groups.coords, options)
 
@@ -110,7 +113,7 @@ class StepScorer:
 
     def _over_ranks(self, batch: Sequence[Microbatch], values: Sequence[np.ndarray]) -> np.ndarray | None:
         """Values at the loss tokens, of all data-parallel ranks, on rank 0."""
-        parts = gather_on_first(by_sequence(batch, values))
+        parts = gather_object(by_sequence(batch, values))
         if parts is None:
             return None
         of_entry = {number: found for part in parts for number, found in part.items()}  # ranks of one replica have the same
@@ -129,7 +132,7 @@ def attribute(run: RunFolder, scratch: RunFolder) -> None:
     job = decode((scratch.path / JOB).read_bytes(), Job)
     with planted(job.plant if job.plant in TRAINING else None):
         config = scratch.config()
-        trainer = Trainer(run, config, meet_in(scratch.path, config.layout.world_size), steering=None)
+        trainer = Trainer(run, config, rendezvous_in(scratch.path, config.layout.world_size), steering=None)
     trainer.begin(Path(job.checkpoint) if job.checkpoint else None, recorded_start=True)
     plan = trainer.spool.read_plan(Spool.plan_name(job.step))
     assert isinstance(plan, StepPlan)
@@ -156,7 +159,7 @@ def score_all(scorer: StepScorer, job: Job) -> dict[str, np.ndarray]:
     if job.residual is not None:
         recorded = scorer.recorded()
         left = None if recorded is None else float(np.nanmean(np.abs(scores[job.residual] - recorded)))
-        if not share(left) <= job.rounding:  # a NaN is too much as well
+        if not broadcast_object(left) <= job.rounding:  # a NaN is too much as well
             scores |= {name: scorer.score(scoring) for name, scoring in job.hypotheses.items()}
     return scores
 
@@ -205,7 +208,7 @@ def _same(a: float, b: float) -> bool:
 
 def main(arguments: Sequence[str]) -> None:
     run, scratch = arguments
-    hear_no_sigterm()
+    ignore_sigterm()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     attribute(RunFolder(Path(run)), RunFolder(Path(scratch)))
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_rl.batching.lay_out import Member, lay_out
+from megatron_rl.batching.collate import Member, collate
 from megatron_rl.batching.microbatch import Microbatch
 from megatron_rl.batching.options import AssemblyOptions
 from megatron_rl.batching.packing import alignment_of, pack
@@ -26,7 +26,9 @@ def microbatches_for(
     read = _Reader(plan, spool, options)
     # One microbatch after the other: of a record's routes, no more than this rank's own tokens' stay in memory.
     return [
-        _lay_out([Member(n, read(plan.entries[n]), plan.entries[n].advantage) for n in numbers], plan.step, layout, coords, options)
+        _collate(
+            [Member(n, read(plan.entries[n]), plan.entries[n].advantage) for n in numbers], plan.step, layout, coords, options
+        )
         for numbers in packing
     ]
 
@@ -45,7 +47,7 @@ def supervised_microbatches(
         rollout = as_rollout(plan.examples[number], plan.step, number)
         check_rollout(rollout, plain.readable_contract)
         members[number] = Member(number, rollout, advantage=1.0)
-    return [_lay_out([members[n] for n in numbers], plan.step, layout, coords, plain) for numbers in packing]
+    return [_collate([members[n] for n in numbers], plan.step, layout, coords, plain) for numbers in packing]
 
 
 def _packing(lengths: Sequence[int], layout: Layout, coords: RankCoords, options: AssemblyOptions) -> list[list[int]]:
@@ -53,8 +55,8 @@ def _packing(lengths: Sequence[int], layout: Layout, coords: RankCoords, options
     return pack(lengths, num_ranks=layout.dp, max_tokens=options.max_tokens, microbatch_multiple=multiple)[coords.dp]
 
 
-def _lay_out(members: Sequence[Member], step: int, layout: Layout, coords: RankCoords, options: AssemblyOptions) -> Microbatch:
-    whole = lay_out(members, step, alignment_of(layout, options.sequence_parallel), options)
+def _collate(members: Sequence[Member], step: int, layout: Layout, coords: RankCoords, options: AssemblyOptions) -> Microbatch:
+    whole = collate(members, step, alignment_of(layout, options.sequence_parallel), options)
     moved = shift_routes(whole, options.route_shift)
     return cut_routes(moved, layout, coords, sequence_parallel=options.sequence_parallel)
 

@@ -32,7 +32,9 @@ class Microbatch:
     sequence: np.ndarray  # i32 [N], which of the plan's entries; -1 for padding
     completion_index: np.ndarray  # i32 [N], place of the target among its rollout's completion tokens; -1 where there is no loss
     routed_experts: np.ndarray | None  # u8 | u16 [T, L', K] of the L' MoE layers asked for; None: no replay
-    route_mask: np.ndarray | None  # bool [T]: rows with recorded routes; others (a sequence's last position, padding) route freely
+    route_mask: (
+        np.ndarray | None
+    )  # bool [T]: rows with recorded routes; others (a sequence's last position, padding) route freely
     route_positions: np.ndarray | None  # i64 [T], rising: the positions of these rows; all N until they are cut to one rank's
     num_padding: int
 

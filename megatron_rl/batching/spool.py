@@ -103,7 +103,9 @@ class Spool:
         held = {file: len(self.payload(file)) for file in {entry.file for entry in plan.entries}}
         for entry in plan.entries:
             if entry.index >= held[entry.file]:
-                raise PayloadError(f"{self.path(entry.file)}: holds {held[entry.file]} rollouts, and {entry.uid} is said to be number {entry.index}")
+                raise PayloadError(
+                    f"{self.path(entry.file)}: holds {held[entry.file]} rollouts, and {entry.uid} is said to be number {entry.index}"
+                )
         return plan
 
     def forget(self, before_step: int) -> int:

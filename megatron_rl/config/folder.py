@@ -131,7 +131,9 @@ class RunFolder:
     def config(self) -> Config:
         """The resolved configuration that the run was started with. ConfigError where none lies here."""
         if not self.config_file.is_file():
-            raise ConfigError(f"{self.path} holds no run ({self.config_file.name} is not there): name the folder of one, such as runs/NAME")
+            raise ConfigError(
+                f"{self.path} holds no run ({self.config_file.name} is not there): name the folder of one, such as runs/NAME"
+            )
         return load_config(self.config_file)
 
     def make(self) -> None:
@@ -180,7 +182,11 @@ class RunFolder:
 
     def whole_checkpoints(self) -> list[tuple[int, Path]]:
         """Steps and folders of the finished checkpoints, oldest first. A half-written one carries another name."""
-        found = [(int(p.name.removeprefix("step_")), p) for p in self.checkpoints.glob("step_*") if p.name.removeprefix("step_").isdigit()]
+        found = [
+            (int(p.name.removeprefix("step_")), p)
+            for p in self.checkpoints.glob("step_*")
+            if p.name.removeprefix("step_").isdigit()
+        ]
         return sorted(found)
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
@@ -198,7 +204,9 @@ def check_startable(folder: RunFolder, resume: bool) -> None:
     if exists and not resume:
         raise ConfigError(f"{folder.path} holds a run already: --resume goes on with it, --run.name OTHER starts another")
     if resume and not exists:
-        raise ConfigError(f"{folder.path} holds no run to resume: start it without --resume, or name its folder with --run.folder and --run.name")
+        raise ConfigError(
+            f"{folder.path} holds no run to resume: start it without --resume, or name its folder with --run.folder and --run.name"
+        )
     if not exists and folder.path.is_dir() and (foreign := [p.name for p in folder.path.iterdir() if p != folder.lock_file]):
         raise ConfigError(
             f"{folder.path} holds no run, but {', '.join(sorted(foreign)[:5])}: a run takes a folder of its own; "

@@ -56,7 +56,9 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or "." not in word.split("=")[0]:
-            raise ConfigError(f"unexpected argument '{word}': overrides are written --section.key value, for example --run.steps 5")
+            raise ConfigError(
+                f"unexpected argument '{word}': overrides are written --section.key value, for example --run.steps 5"
+            )
         name, equals, text = word[2:].partition("=")
         if not equals:
             if not rest:
@@ -75,7 +77,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text())
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file, for example one of model_configs/") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); give the path of a TOML file, for example one of model_configs/"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
 
@@ -95,7 +99,10 @@ def _validated(kind: type[T], tree: dict[str, Any], path: Path) -> T:
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Both, section by section; where both have a value, the one of `above`."""
-    both = {name: _merged(below[name], value) if isinstance(value, dict) and isinstance(below.get(name), dict) else value for name, value in above.items()}
+    both = {
+        name: _merged(below[name], value) if isinstance(value, dict) and isinstance(below.get(name), dict) else value
+        for name, value in above.items()
+    }
     return {**below, **both}
 
 
@@ -126,7 +133,9 @@ def _explain(fault: Any) -> str:
     where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         near = difflib.get_close_matches(str(fault["loc"][-1]), _fields_at(fault["loc"][:-1]), n=1)
-        return f"{where}: unknown key" + (f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(_fields_at(fault['loc'][:-1]))}")
+        return f"{where}: unknown key" + (
+            f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(_fields_at(fault['loc'][:-1]))}"
+        )
     if fault["type"] == "missing":
         return f"{where}: has to be given"
     message = fault["msg"].removeprefix("Value error, ")

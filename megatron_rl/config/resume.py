@@ -14,7 +14,9 @@ FIXED = ("model.path", "model.architecture")
 def changes_on_resume(folder: RunFolder, config: Config) -> list[str]:
     """'section.key: old -> new' of every value that differs from the run's own. Raises ConfigError for what no run can change."""
     before, now = (dict(_flat(tree.model_dump(mode="json"))) for tree in (folder.config(), config))
-    changed = {key: f"{key}: {before.get(key)} -> {now.get(key)}" for key in sorted(before | now) if before.get(key) != now.get(key)}
+    changed = {
+        key: f"{key}: {before.get(key)} -> {now.get(key)}" for key in sorted(before | now) if before.get(key) != now.get(key)
+    }
     fixed = [text for key, text in changed.items() if key.startswith(FIXED)]
     if fixed:
         raise ConfigError(

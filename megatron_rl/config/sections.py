@@ -13,7 +13,9 @@ Seconds = Annotated[float, Field(gt=0.0)]
 
 def _one_word(text: str) -> str:
     if not text or any(not "!" <= character <= "~" for character in text):
-        raise ValueError(f"{text!r} holds a blank, a line end or a character beyond ASCII, and stands in a batch script as one word: leave it out")
+        raise ValueError(
+            f"{text!r} holds a blank, a line end or a character beyond ASCII, and stands in a batch script as one word: leave it out"
+        )
     return text
 
 

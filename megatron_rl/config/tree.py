@@ -48,7 +48,7 @@ class Config(Section):
     slurm: Slurm = Slurm()
 
     @property
-    def parallel(self) -> Layout:
+    def parallel_layout(self) -> Layout:
         section = self.layout
         return Layout(
             world_size=section.world_size, tp=section.tensor, pp=section.pipeline, cp=section.context, ep=section.expert,
@@ -134,7 +134,7 @@ def _one_task(c: Config) -> str | None:
 
 def _layout_divides(c: Config) -> str | None:
     try:
-        layout = c.parallel
+        layout = c.parallel_layout
     except ValueError as error:
         return f"layout: {error}"
     if c.layout.sequence_parallel and c.layout.tensor == 1:
@@ -165,7 +165,9 @@ def _sequence_fits_microbatch(c: Config) -> str | None:
 def _keep_sets_are_bounded(c: Config) -> str | None:
     r = c.rollouts
     if r.top_p < 1.0 and r.top_k == 0:
-        return f"rollouts.top_p = {r.top_p} with top_k = 0: the engine returns whole keep-sets only up to a size; set top_k, 64 say"
+        return (
+            f"rollouts.top_p = {r.top_p} with top_k = 0: the engine returns whole keep-sets only up to a size; set top_k, 64 say"
+        )
     if c.keep_set_source == "processed_logprobs" and r.top_k > r.max_keep_set:
         return f"rollouts.top_k = {r.top_k} is above rollouts.max_keep_set = {r.max_keep_set}: sets could not be complete"
     return None
@@ -230,7 +232,11 @@ def _muon_is_asked_for(c: Config) -> str | None:
 
 def _same_weights_on_both_sides(c: Config) -> str | None:
     """Whoever wants trainer and servers to differ, to see what it does, says by how much."""
-    quantised = [side for side, value in (("training", c.precision.training), ("rollouts", c.precision.rollouts)) if value in ("qat", "nvfp4")]
+    quantised = [
+        side
+        for side, value in (("training", c.precision.training), ("rollouts", c.precision.rollouts))
+        if value in ("qat", "nvfp4")
+    ]
     if len(quantised) == 1 and c.weight_sync.probe_tolerance is None:
         return (
             f"precision.training = '{c.precision.training}' with precision.rollouts = '{c.precision.rollouts}': trainer and servers hold "

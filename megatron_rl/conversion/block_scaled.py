@@ -63,7 +63,9 @@ def dequantised(
             problems.append(f"{name}{_SCALE} {there}, expected {list(wanted)} for blocks of {list(block)}")
         else:
             found[name] = BlockScaledTensor(entry, scale, block)
-    problems += [f"{name} belongs to no FP8 weight" for name in stored if name.endswith(_SCALE) and name.removesuffix(_SCALE) not in stored]
+    problems += [
+        f"{name} belongs to no FP8 weight" for name in stored if name.endswith(_SCALE) and name.removesuffix(_SCALE) not in stored
+    ]
     if problems:
         raise CheckpointError("FP8 weights without their scales:\n  " + "\n  ".join(problems))
     return {key: value for key, value in config.items() if key != "quantization_config"}, found

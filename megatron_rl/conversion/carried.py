@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rl.conversion.megatron_checkpoint import MegatronCheckpoint
 from megatron_rl.conversion.opening import open_checkpoint
 from megatron_rl.conversion.stored import TensorSpec
-from megatron_rl.layouts import ParameterTable
+from megatron_rl.weight_mapping import ParameterTable
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megatron_rl.conversion.megatron_checkpoint import MegatronCheckpoint, Megat
 from megatron_rl.conversion.opening import table_of
 from megatron_rl.conversion.outgoing import Outgoing, Plain, Quantised, QuantisedAs
 from megatron_rl.conversion.stored import TensorSpec
-from megatron_rl.layouts import Parameter, ParameterTable
+from megatron_rl.weight_mapping import Parameter, ParameterTable
 
 T = TypeVar("T")
 Report = Callable[[int, int], None]
@@ -29,7 +29,12 @@ Report = Callable[[int, int], None]
 
 
 def hf_to_megatron(
-    source: Path, out: Path, *, resume: bool = False, shard_bytes: int = DEFAULT_SHARD_BYTES, report: Report = lambda done, total: None
+    source: Path,
+    out: Path,
+    *,
+    resume: bool = False,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    report: Report = lambda done, total: None,
 ) -> None:
     """Write `out`, a dist-checkpoint with config.json and tokenizer beside it, from a Hugging Face folder."""
     checkpoint = HfCheckpoint.open(source)
@@ -120,5 +125,11 @@ def _main_dtype(specs: dict[str, TensorSpec]) -> torch.dtype:
 def _fingerprint(folder: Path, specs: Mapping[str, TensorSpec], shard_bytes: int, quantise: QuantisedAs | None = None) -> str:
     """Of what a conversion is made from: names, shapes and dtypes, how they are quantised, and the files' names, sizes and times."""
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file())
-    content = [str(folder.resolve()), files, {name: [*spec.shape, str(spec.dtype)] for name, spec in specs.items()}, shard_bytes, repr(quantise)]
+    content = [
+        str(folder.resolve()),
+        files,
+        {name: [*spec.shape, str(spec.dtype)] for name, spec in specs.items()},
+        shard_bytes,
+        repr(quantise),
+    ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from megatron_rl.layouts.errors import nearest
+from megatron_rl.weight_mapping.errors import nearest
 
 _MAX_HINTS = 20
 """A hint compares one name with all others, which takes a second for a model with ten thousands of tensors."""

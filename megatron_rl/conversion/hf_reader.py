@@ -13,7 +13,7 @@ from megatron_rl.conversion.model_files import read_config, read_json
 from megatron_rl.conversion.nvfp4_stored import Nvfp4StoredTensor, dequantised_nvfp4
 from megatron_rl.conversion.safetensors_format import read_header
 from megatron_rl.conversion.stored import StoredTensor, TensorSpec
-from megatron_rl.layouts import ParameterTable
+from megatron_rl.weight_mapping import ParameterTable
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -26,7 +26,9 @@ class HfCheckpoint(Mapping[str, Tensor]):
     Block-scaled FP8 and NVFP4 weights are dequantised at each access.
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any], stored: dict[str, StoredTensor | BlockScaledTensor | Nvfp4StoredTensor]) -> None:
+    def __init__(
+        self, folder: Path, config: dict[str, Any], stored: dict[str, StoredTensor | BlockScaledTensor | Nvfp4StoredTensor]
+    ) -> None:
         self.folder = folder
         self.config = config
         """config.json as it is, but for the quantisation of weights that are read in bf16."""

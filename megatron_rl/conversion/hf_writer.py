@@ -16,8 +16,8 @@ from megatron_rl.conversion.model_files import write_json, write_model_files
 from megatron_rl.conversion.partial_folder import PartialFolder
 from megatron_rl.conversion.safetensors_format import plan_file
 from megatron_rl.conversion.stored import StoredTensor, TensorSpec
-from megatron_rl.layouts import FAMILIES, ParameterTable
-from megatron_rl.layouts.errors import nearest
+from megatron_rl.weight_mapping import FAMILIES, ParameterTable
+from megatron_rl.weight_mapping.errors import nearest
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 

@@ -16,7 +16,7 @@ from megatron_rl.conversion.model_files import read_config, write_model_files
 from megatron_rl.conversion.partial_folder import PartialFolder
 from megatron_rl.conversion.stored import TensorSpec
 from megatron_rl.conversion.torch_dist import SEAL, ArchiveFile, StoredArray, Written, read_torch_dist, write_metadata
-from megatron_rl.layouts import CHECKPOINT, Assembly, Parameter, ParameterTable
+from megatron_rl.weight_mapping import CHECKPOINT, Assembly, Parameter, ParameterTable
 
 _ENGINE = "engine"
 """Where the checkpoint of a run keeps the trainer's part."""
@@ -60,7 +60,9 @@ class MegatronCheckpoint(Mapping[str, Tensor]):
         beside = [folder, steps, steps.parent.parent / "model"]
         model = next((place for place in beside if (place / "config.json").is_file()), None)
         if model is None:
-            raise CheckpointError(f"{folder}: no config.json says what the model is; looked for it in {', '.join(map(str, beside))}")
+            raise CheckpointError(
+                f"{folder}: no config.json says what the model is; looked for it in {', '.join(map(str, beside))}"
+            )
         return cls(folder, model, arrays)
 
     @property
@@ -80,7 +82,9 @@ class MegatronCheckpoint(Mapping[str, Tensor]):
         """
         if table.architecture != self._table.architecture:
             raise CheckpointError(f"{self.folder} is of another model than the config that it is compared with")
-        expected = {checkpoint_key(parameter): _stored_shape(parameter, self._num_experts) for parameter in self._table.parameters}
+        expected = {
+            checkpoint_key(parameter): _stored_shape(parameter, self._num_experts) for parameter in self._table.parameters
+        }
         found = {key for key in self._arrays if not key.startswith(_NOT_THE_MODEL)}
         report = NameReport(expected, found)
         report.wrong += [
@@ -210,7 +214,9 @@ class MegatronCheckpointWriter:
 def _spec(parameter: Parameter, dtypes: Mapping[str, torch.dtype]) -> TensorSpec:
     found = {dtypes[tensor.name] for tensor in parameter.hf}
     if len(found) > 1:
-        raise CheckpointError(f"{', '.join(tensor.name for tensor in parameter.hf)} are one tensor in Megatron, but of dtypes {found}")
+        raise CheckpointError(
+            f"{', '.join(tensor.name for tensor in parameter.hf)} are one tensor in Megatron, but of dtypes {found}"
+        )
     return TensorSpec(parameter.shape, found.pop())
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rl.conversion.errors import CheckpointError
 from megatron_rl.conversion.stored import StoredTensor, TensorSpec
-from megatron_rl.precision import BLOCK, LAYOUTS, CheckpointLayout, dequantise
+from megatron_rl.precision import BLOCK, LAYOUTS, CheckpointFormat, dequantise
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Nvfp4StoredTensor:
     packed: StoredTensor
     block_scales: StoredTensor
     global_scale: StoredTensor
-    layout: type[CheckpointLayout]
+    layout: type[CheckpointFormat]
     dtype: torch.dtype
 
     @property
@@ -57,12 +57,12 @@ def dequantised_nvfp4(config: Mapping[str, Any], stored: Mapping[str, StoredTens
     return {key: value for key, value in config.items() if key != "quantization_config"}, kept
 
 
-def _modules(stored: Mapping[str, StoredTensor], layout: type[CheckpointLayout]) -> list[str]:
+def _modules(stored: Mapping[str, StoredTensor], layout: type[CheckpointFormat]) -> list[str]:
     ending = "." + layout.global_scale
     return [name.removesuffix(ending) for name in stored if name.endswith(ending)]
 
 
-def _wrong(module: str, parts: list[StoredTensor | None], layout: type[CheckpointLayout]) -> list[str]:
+def _wrong(module: str, parts: list[StoredTensor | None], layout: type[CheckpointFormat]) -> list[str]:
     names = [f"{module}.{part}" for part in (layout.packed, layout.block_scales, layout.global_scale)]
     missing = [f"{name} is missing" for name, part in zip(names, parts, strict=True) if part is None]
     if missing:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megatron_rl.conversion.hf_reader import HfCheckpoint
 from megatron_rl.conversion.megatron_checkpoint import MegatronCheckpoint, is_megatron_checkpoint
-from megatron_rl.layouts import ParameterTable
+from megatron_rl.weight_mapping import ParameterTable
 
 
 def open_checkpoint(folder: str | Path) -> HfCheckpoint | MegatronCheckpoint:

@@ -10,8 +10,8 @@ from torch import Tensor
 from megatron_rl.conversion.carried import CompletedCheckpoint
 from megatron_rl.conversion.errors import CheckpointError
 from megatron_rl.conversion.stored import TensorSpec
-from megatron_rl.layouts import ParameterTable, Role
-from megatron_rl.precision import CheckpointLayout, Selection, amax_of
+from megatron_rl.precision import CheckpointFormat, Selection, amax_of
+from megatron_rl.weight_mapping import ParameterTable, Role
 
 
 class Outgoing(Protocol):
@@ -45,7 +45,7 @@ class Plain:
 class QuantisedAs:
     """modules, exclude: as the configuration's [precision] has them."""
 
-    layout: CheckpointLayout
+    layout: CheckpointFormat
     modules: Sequence[str] = ("attention", "mlp", "experts")
     exclude: Sequence[str] = ()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl.conversion.character_tokenizer import SPECIAL_TOKENS, save_character_tokenizer
 from megatron_rl.conversion.errors import CheckpointError
 from megatron_rl.conversion.hf_writer import policy_specs, write_hf_checkpoint
-from megatron_rl.layouts import ParameterTable, Role, family_of
+from megatron_rl.weight_mapping import ParameterTable, Role, family_of
 
 _CONSTANT = {Role.NORM: 1.0, Role.BIAS: 0.0, Role.SELECTION_BIAS: 0.0}
 

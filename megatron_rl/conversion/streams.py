@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from megatron_rl.layouts import Assembly, Parameter, ParameterTable
+from megatron_rl.weight_mapping import Assembly, Parameter, ParameterTable
 
 
 def hf_tensors(table: ParameterTable, gather: Callable[[Parameter], Sequence[Tensor]]) -> Iterator[tuple[str, Tensor]]:

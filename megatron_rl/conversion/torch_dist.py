@@ -60,7 +60,9 @@ class Chunk:
             raise CheckpointError(f"{self.file}: the archive at byte {self.start} does not hold one tensor of {self.spec}")
         # Local header: 30 bytes, the last four of which are the lengths of the name and of the extra field behind it.
         header = data[0].header_offset
-        lengths = int.from_bytes(pages[header + 26 : header + 28], "little") + int.from_bytes(pages[header + 28 : header + 30], "little")
+        lengths = int.from_bytes(pages[header + 26 : header + 28], "little") + int.from_bytes(
+            pages[header + 28 : header + 30], "little"
+        )
         return tensor_in(pages, header + 30 + lengths, self.spec)
 
 
@@ -166,7 +168,9 @@ class ArchiveFile:
             self._stream.write(archive.getvalue())
 
 
-def write_metadata(folder: Path, files: dict[str, list[Written]], shapes: dict[str, tuple[int, ...]], common: dict[str, Any]) -> None:
+def write_metadata(
+    folder: Path, files: dict[str, list[Written]], shapes: dict[str, tuple[int, ...]], common: dict[str, Any]
+) -> None:
     """The last step: what lies where. files: by name; shapes: global, of each tensor's key."""
     storage: dict[MetadataIndex, _StorageInfo] = {}
     chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)

@@ -6,7 +6,7 @@ import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
 from megatron_rl.engine.errors import UnsupportedModelError
-from megatron_rl.layouts import GroupedQueryAttention, LatentAttention, ModelArchitecture, Rope
+from megatron_rl.weight_mapping import GroupedQueryAttention, LatentAttention, ModelArchitecture, Rope
 
 
 def attention_settings(model: ModelArchitecture) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from megatron_rl.batching import SequenceSlice
-from megatron_rl.engine.context import gather_positions
+from megatron_rl.engine.context_parallel import gather_positions
 
 
 class PackedAttention(torch.nn.Module):

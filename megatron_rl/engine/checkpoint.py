@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_rl.config import Config
 from megatron_rl.engine.optimizer import align_step_counts, separate_step_counts
 from megatron_rl.engine.stored_metadata import MetadataError, read_metadata
-from megatron_rl.layouts import ModelArchitecture
+from megatron_rl.weight_mapping import ModelArchitecture
 
 _CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",

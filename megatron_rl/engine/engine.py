@@ -16,10 +16,8 @@ from megatron_rl.batching import Microbatch, SequenceSlice, routed_positions
 from megatron_rl.config import Config
 from megatron_rl.engine.batch import DeviceMicrobatch, to_device
 from megatron_rl.engine.checkpoint import load_checkpoint, save_checkpoint
-from megatron_rl.engine.clock import Clock
 from megatron_rl.engine.dropout import dropping_out
 from megatron_rl.engine.errors import UnsupportedModelError
-from megatron_rl.engine.gather import HfTensors
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.head import Head, Loss
 from megatron_rl.engine.model import Backend, PolicyModel, build_chunks, mark_parameters, tensor_of, wrap_for_training
@@ -31,10 +29,12 @@ from megatron_rl.engine.quantisation import Nvfp4Tensors, PolicyQuantiser, quant
 from megatron_rl.engine.replay import Routes, RoutingReplay, make_routes
 from megatron_rl.engine.schedule import Schedule
 from megatron_rl.engine.state import state_tensors
-from megatron_rl.layouts import HeldParameter, ParameterTable, Placement
+from megatron_rl.engine.timers import Clock
+from megatron_rl.engine.weight_export import HfTensors
 from megatron_rl.metrics import Metric, merge
 from megatron_rl.objective import Denominators, Measured
 from megatron_rl.precision import selection_of, wire_layout
+from megatron_rl.weight_mapping import HeldParameter, ParameterTable, Placement
 
 Weights = dict[tuple[int, str], Tensor]
 """One rank's weights on the host, by chunk and Megatron's name; only an Engine of the same layout can make use of them."""
@@ -80,7 +80,11 @@ class Engine:
         self._schedule = Schedule(self._models, self._replay, groups)
         self._last_chunk = chunks[-1]
         self._head = Head(
-            self.table.architecture.vocab_size, groups.tp, groups.cp, config.sequence_parallel, config.metrics.entropy_full_tokens,
+            self.table.architecture.vocab_size,
+            groups.tp,
+            groups.cp,
+            config.sequence_parallel,
+            config.metrics.entropy_full_tokens,
             chunks[-1].num_outputs,
         )
         self._clock = Clock(groups.device)
@@ -328,9 +332,9 @@ class Engine:
     def _over_ranks(self, metrics: dict[str, Metric], timings: dict[str, Metric]) -> dict[str, Metric]:
         """Of the ranks that hold the same tokens' values one speaks for all."""
         coords = self.groups.coords
-        speaks = self.groups.is_last_stage and coords.tp == 0 and coords.cp == 0
+        is_reporting_rank = self.groups.is_last_stage and coords.tp == 0 and coords.cp == 0
         everywhere: list[dict[str, Metric]] = [{} for _ in range(self.groups.layout.world_size)]
-        dist.all_gather_object(everywhere, {**timings, **(metrics if speaks else {})})
+        dist.all_gather_object(everywhere, {**timings, **(metrics if is_reporting_rank else {})})
         return merge(everywhere)
 
     def _names_of_parameters(self) -> list[dict[torch.nn.Parameter, str]]:

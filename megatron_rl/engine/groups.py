@@ -52,7 +52,7 @@ def start_process(config: Config, rank: int, *, store: dist.Store, local_rank: i
         "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=config.layout.world_size,
         timeout=timedelta(seconds=config.trainer.collective_timeout_s), device_id=device if device.type == "cuda" else None,
     )  # fmt: skip
-    return build_groups(config.parallel, device, config.trainer.collective_timeout_s, config.run.seed)
+    return build_groups(config.parallel_layout, device, config.trainer.collective_timeout_s, config.run.seed)
 
 
 def choose_device(local_rank: int = 0) -> torch.device:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.engine.batch import DeviceMicrobatch
-from megatron_rl.engine.clock import Clock, EndsBackward, StartsBackward
-from megatron_rl.engine.context import gather_positions
+from megatron_rl.engine.context_parallel import gather_positions
 from megatron_rl.engine.mtp import targets_ahead
+from megatron_rl.engine.timers import Clock, EndsBackward, StartsBackward
 from megatron_rl.keep_set import entropy_full, keep_set_log_probs
 from megatron_rl.objective import Denominators, Measured, TokenBatch, token_batch
 
@@ -75,7 +75,13 @@ class Head:
         return share, measured
 
     def _loss_ahead(
-        self, depth: int, hidden: Tensor, weight: Tensor, microbatch: DeviceMicrobatch, denominators: Denominators, measured: Measured
+        self,
+        depth: int,
+        hidden: Tensor,
+        weight: Tensor,
+        microbatch: DeviceMicrobatch,
+        denominators: Denominators,
+        measured: Measured,
     ) -> Tensor:
         """Cross-entropy of layer `depth` for multi-token prediction, a share like the loss's; no gradient for the output layer."""
         sets, scored = targets_ahead(microbatch.source, depth, microbatch.slices.own)

@@ -32,17 +32,17 @@ from megatron_rl.engine.latent_attention import DOWN_PROJECTIONS, ReplicatedLine
 from megatron_rl.engine.mtp import hidden_states_ahead, local_name, mtp_settings, mtp_spec, prepare_layers, transformer_layers
 from megatron_rl.engine.norm import RMSNorm
 from megatron_rl.engine.quantisation import native_fp4_settings
-from megatron_rl.layouts import (
+from megatron_rl.weight_mapping import (
     CHECKPOINT,
     LOCAL,
     TRANSFORMER_ENGINE,
     GroupedQueryAttention,
     LatentAttention,
     ModelArchitecture,
+    NamingScheme,
     Placement,
-    Spelling,
 )
-from megatron_rl.layouts.sharding import Split
+from megatron_rl.weight_mapping.sharding import Split
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Backend:
         return cls(transformer_engine=True, apex_gradient_fusion=found["fused_weight_gradient_mlp_cuda"])
 
     @property
-    def spelling(self) -> Spelling:
+    def spelling(self) -> NamingScheme:
         return TRANSFORMER_ENGINE if self.transformer_engine else LOCAL
 
     def describe(self) -> str:
@@ -139,7 +139,7 @@ def transformer_config(model: ModelArchitecture, config: Config, backend: Backen
 
 def check_supported(model: ModelArchitecture, config: Config, backend: Backend) -> None:
     """UnsupportedModelError for what Megatron would refuse in the middle of a step, or compute wrongly."""
-    layout = config.parallel
+    layout = config.parallel_layout
     if model.moe and layout.tp > 1 and not config.sequence_parallel:
         raise UnsupportedModelError("layout.sequence_parallel = false: Megatron-Core needs it for experts with layout.tensor > 1")
     if config.qk_clip is not None and isinstance(model.attention, GroupedQueryAttention) and model.attention.qk_norm:
@@ -161,7 +161,7 @@ def check_supported(model: ModelArchitecture, config: Config, backend: Backend) 
 
 
 def _parallel_settings(config: Config) -> dict[str, Any]:
-    layout = config.parallel
+    layout = config.parallel_layout
     return {
         "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp, "context_parallel_size": layout.cp,
         "cp_comm_type": "p2p",  # on a GPU: keys and values go round the ranks in a ring while attention is computed
@@ -195,8 +195,12 @@ def build_chunks(
     if groups.rank == 0:
         logger.info("%s", backend.describe())
         if model.num_mtp_layers:
-            fate = "trained by a loss of their own" if config.model.mtp == "trained" else "not built, exports bring them unchanged"
-            logger.info("layers for multi-token prediction: %d, %s (model.mtp = '%s')", model.num_mtp_layers, fate, config.model.mtp)
+            fate = (
+                "trained by a loss of their own" if config.model.mtp == "trained" else "not built, exports bring them unchanged"
+            )
+            logger.info(
+                "layers for multi-token prediction: %d, %s (model.mtp = '%s')", model.num_mtp_layers, fate, config.model.mtp
+            )
     if isinstance(model.attention, LatentAttention):
         accept_plain_queries()
     if not backend.transformer_engine:
@@ -246,7 +250,7 @@ def _skip_reductions_over_one_rank(chunk: PolicyModel) -> None:
             expert.linear_fc2.explicit_expert_comm = True
 
 
-def _name_as_in_checkpoints(chunk: PolicyModel, spelling: Spelling) -> None:
+def _name_as_in_checkpoints(chunk: PolicyModel, spelling: NamingScheme) -> None:
     """Layers of either spec save and load under the same keys, so that checkpoints move between CPU and GPU."""
     for layer in transformer_layers(chunk):
         mlp_norm = "sparse_mlp_norm" if hasattr(layer.mlp, "router") else "dense_mlp_norm"

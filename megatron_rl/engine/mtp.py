@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rl.batching import Microbatch
 from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.keep_set import KeepSets
-from megatron_rl.layouts import ModelArchitecture
+from megatron_rl.weight_mapping import ModelArchitecture
 
 _TRANSFORMER_LAYER = "transformer_layer"
 _TRANSFORMER_LAYER_SINCE_0_17 = "mtp_model_layer"

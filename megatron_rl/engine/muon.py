@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_rl.config import Config
 from megatron_rl.engine.groups import ParallelGroups
-from megatron_rl.layouts import HeldParameter, Placement
 from megatron_rl.optim import DistributedMuon, HeldPiece, MuonRates, MuonSettings, Piece, plan_rounds, stage_tasks
+from megatron_rl.weight_mapping import HeldParameter, Placement
 
 
 class Muon:

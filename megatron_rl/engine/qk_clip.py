@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.muon import slice_of
-from megatron_rl.layouts import GroupedQueryAttention, HeldParameter, LatentAttention, ModelArchitecture
-from megatron_rl.layouts.kinds import QueryKeyValue
 from megatron_rl.optim.qk_clip import clip_factors, latent_key_value_rows, latent_query_rows, query_key_value_rows
+from megatron_rl.weight_mapping import GroupedQueryAttention, HeldParameter, LatentAttention, ModelArchitecture
+from megatron_rl.weight_mapping.param_mappings import QueryKeyValue
 
 _LATENT_QUERIES = ("linear_q_proj.weight", "linear_q_up_proj.weight")
 _LATENT_KEYS = ("linear_kv_up_proj.weight",)

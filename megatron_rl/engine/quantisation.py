@@ -15,10 +15,9 @@ from torch import Tensor
 
 from megatron_rl.config.sections import Precision
 from megatron_rl.engine.errors import UnsupportedModelError
-from megatron_rl.engine.gather import HfTensors, TensorInfo
-from megatron_rl.layouts import HeldParameter
+from megatron_rl.engine.weight_export import HfTensors, TensorInfo
 from megatron_rl.precision import (
-    CheckpointLayout,
+    CheckpointFormat,
     QuantisationError,
     Selection,
     amax_of,
@@ -26,6 +25,7 @@ from megatron_rl.precision import (
     fake_quantise,
     quantised_stream,
 )
+from megatron_rl.weight_mapping import HeldParameter
 
 
 class PolicyQuantiser:
@@ -89,7 +89,7 @@ class Nvfp4Tensors:
     """The policy under Hugging Face names as HfTensors gives it, quantised matrices as the tensors of a layout; iterating is a
     collective. They are quantised as they pass, from the whole matrices: what the ranks' passes see, to the last bit."""
 
-    def __init__(self, tensors: HfTensors, quantiser: PolicyQuantiser, layout: CheckpointLayout) -> None:
+    def __init__(self, tensors: HfTensors, quantiser: PolicyQuantiser, layout: CheckpointFormat) -> None:
         self._tensors, self._quantiser, self._layout = tensors, quantiser, layout
 
     @property

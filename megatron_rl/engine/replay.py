@@ -55,7 +55,9 @@ def make_routes(
     if not np.array_equal(positions, own):
         count = min(len(positions), len(own))
         differing = np.flatnonzero(positions[:count] != own[:count])
-        first = f"; row {differing[0]} is of position {positions[differing[0]]}, not {own[differing[0]]}" if len(differing) else ""
+        first = (
+            f"; row {differing[0]} is of position {positions[differing[0]]}, not {own[differing[0]]}" if len(differing) else ""
+        )
         raise RouteError(
             f"{len(positions)} routes are not those of this rank's {len(own)} tokens{first}; rule: routes are cut by the layout and the coordinates of "
             "their own rank (batching.cut_routes)"

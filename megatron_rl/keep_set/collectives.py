@@ -21,7 +21,9 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return whole
 
 
-def reduce_hidden_gradient(d_hidden: Tensor, computed: Tensor, group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
+def reduce_hidden_gradient(
+    d_hidden: Tensor, computed: Tensor, group: dist.ProcessGroup | None, sequence_parallel: bool
+) -> Tensor:
     """Sum over the vocabulary shards, in the accumulation dtype of d_hidden [T, H]; [T / tp, H] with sequence parallelism.
 
     computed: int64, the tokens with a gradient: without sequence parallelism only their rows are sent.

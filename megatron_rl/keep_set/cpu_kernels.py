@@ -29,7 +29,12 @@ def pair_dots(left: Tensor, table: Tensor, index: Tensor, offsets: Tensor) -> Te
     if table.dtype == accumulation_dtype(table):
         return _dots(left, table, index, offsets)
     wide_left = left.to(accumulation_dtype(table))
-    return torch.cat([_dots(wide_left[bags], rows, columns, own_offsets) for bags, _, rows, columns, own_offsets in _widened(table, index, offsets)])
+    return torch.cat(
+        [
+            _dots(wide_left[bags], rows, columns, own_offsets)
+            for bags, _, rows, columns, own_offsets in _widened(table, index, offsets)
+        ]
+    )
 
 
 def weighted_sums(coefficients: Tensor, table: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
@@ -43,7 +48,9 @@ def weighted_sums(coefficients: Tensor, table: Tensor, index: Tensor, offsets: T
 
 
 def _dots(left: Tensor, table: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
-    pattern = torch.sparse_csr_tensor(offsets, index, left.new_zeros(len(index)), size=(len(left), len(table)), check_invariants=False)
+    pattern = torch.sparse_csr_tensor(
+        offsets, index, left.new_zeros(len(index)), size=(len(left), len(table)), check_invariants=False
+    )
     return torch.sparse.sampled_addmm(pattern, left, table.t(), beta=0.0).values()
 
 

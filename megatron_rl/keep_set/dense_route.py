@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.keep_set.accumulate import accumulation_dtype, add_product, product
-from megatron_rl.keep_set.plan import Plan, Shard, pairs_in_blocks
 from megatron_rl.keep_set.sets import KeepSets
+from megatron_rl.keep_set.shard_plan import Shard, ShardPlan, pairs_in_blocks
 from megatron_rl.keep_set.statistics import MAXIMUM, MOMENT, TARGET, TOTAL, entropy, no_statistics
 from megatron_rl.keep_set.statistics import merge as merge_statistics
 from megatron_rl.keep_set.weight_gradient import WeightGradient
@@ -47,7 +47,7 @@ class DenseBlock:
         return excluded
 
 
-def dense_blocks(plan: Plan, keep_sets: KeepSets, shard: Shard, temperature: float | Tensor) -> Iterator[DenseBlock]:
+def dense_blocks(plan: ShardPlan, keep_sets: KeepSets, shard: Shard, temperature: float | Tensor) -> Iterator[DenseBlock]:
     """The plan's dense tokens in groups that bound the memory; each group reads the weight once. temperature: or [T]."""
     masked_at_once = min(_TOKENS_AT_ONCE, max(256, _MASK_BYTES // max(1, shard.num_rows)))
     for tokens, sets, at_once in ((plan.wide_tokens, keep_sets, masked_at_once), (plan.full_tokens, None, _TOKENS_AT_ONCE)):

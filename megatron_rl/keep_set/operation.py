@@ -1,6 +1,6 @@
 """Log-probabilities over keep-sets from hidden states and the output weight: the public operation and its gradient.
 
-    log p_t = z_y - logsumexp_{j in K_t} z_j,    z_j = (weight_j . hidden_t) / temperature_t
+log p_t = z_y - logsumexp_{j in K_t} z_j,    z_j = (weight_j . hidden_t) / temperature_t
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from megatron_rl.keep_set.accumulate import accumulation_dtype
 from megatron_rl.keep_set.collectives import gather_rows, group_size, reduce_hidden_gradient
 from megatron_rl.keep_set.dense_route import add_dense_gradients, dense_blocks, dense_statistics
 from megatron_rl.keep_set.pair_route import add_weight_gradient, logit_gradients, pair_statistics
-from megatron_rl.keep_set.plan import Plan, Shard, make_plan
 from megatron_rl.keep_set.sets import KeepSets, TokenKind
+from megatron_rl.keep_set.shard_plan import Shard, ShardPlan, make_shard_plan
 from megatron_rl.keep_set.statistics import entropy, log_probability, merge_across_ranks, no_statistics
 from megatron_rl.keep_set.weight_gradient import WeightGradient
 
@@ -61,7 +61,7 @@ def keep_set_log_probs(
     shard = Shard.of(weight.shape[0], vocab_size, group)
     _check_shapes(hidden, weight, keep_sets, temperature, num_parts=group_size(group) if sequence_parallel else 1)
     call = _Call(
-        keep_sets=keep_sets, plan=make_plan(keep_sets, shard, vocab_size, hidden.device), shard=shard,
+        keep_sets=keep_sets, plan=make_shard_plan(keep_sets, shard, vocab_size, hidden.device), shard=shard,
         temperature=temperature.to(hidden.device) if isinstance(temperature, Tensor) else float(temperature),
         group=group, sequence_parallel=sequence_parallel, needs_entropy=needs_entropy, entropy_has_gradient=entropy_has_gradient,
     )  # fmt: skip
@@ -103,7 +103,7 @@ class _Call:
     """What one call computes, beside its differentiable inputs."""
 
     keep_sets: KeepSets
-    plan: Plan
+    plan: ShardPlan
     shard: Shard
     temperature: float | Tensor
     group: dist.ProcessGroup | None
@@ -198,11 +198,17 @@ def _check_shapes(hidden: Tensor, weight: Tensor, keep_sets: KeepSets, temperatu
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}; they must be [tokens, H] and [rows, H]")
     if hidden.dtype != weight.dtype or not hidden.is_floating_point() or hidden.device != weight.device:
-        raise ValueError(f"hidden is {hidden.dtype} on {hidden.device}, weight {weight.dtype} on {weight.device}; they must agree")
+        raise ValueError(
+            f"hidden is {hidden.dtype} on {hidden.device}, weight {weight.dtype} on {weight.device}; they must agree"
+        )
     if hidden.shape[0] * num_parts != keep_sets.num_tokens:
-        raise ValueError(f"{num_parts} part(s) of {hidden.shape[0]} hidden states; the keep-sets are of {keep_sets.num_tokens} tokens")
+        raise ValueError(
+            f"{num_parts} part(s) of {hidden.shape[0]} hidden states; the keep-sets are of {keep_sets.num_tokens} tokens"
+        )
     if isinstance(temperature, Tensor):
         if tuple(temperature.shape) != (keep_sets.num_tokens,):
             raise ValueError(f"temperature is {tuple(temperature.shape)}; it must be a number or ({keep_sets.num_tokens},)")
     elif not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature}; it must be positive and finite (a greedy policy has no distribution to score)")
+        raise ValueError(
+            f"temperature is {temperature}; it must be positive and finite (a greedy policy has no distribution to score)"
+        )

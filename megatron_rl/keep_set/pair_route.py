@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megatron_rl.keep_set.plan import Pairs
+from megatron_rl.keep_set.shard_plan import Pairs
 from megatron_rl.keep_set.statistics import MAXIMUM, MOMENT, TARGET, TOTAL, entropy, no_statistics
 from megatron_rl.keep_set.weight_gradient import WeightGradient
 
@@ -27,7 +27,9 @@ def pair_statistics(logits: Tensor, pairs: Pairs, needs_entropy: bool) -> Tensor
     return statistics
 
 
-def logit_gradients(logits: Tensor, pairs: Pairs, statistics: Tensor, upstream: Tensor, upstream_entropy: Tensor | None) -> Tensor:
+def logit_gradients(
+    logits: Tensor, pairs: Pairs, statistics: Tensor, upstream: Tensor, upstream_entropy: Tensor | None
+) -> Tensor:
     """[n]: d log p / d z_j = 1[j = y] - p_j; d entropy / d z_j = -p_j (log p_j + entropy). statistics [4, T] of all ranks."""
     log_p = logits - statistics[MAXIMUM][pairs.tokens] - statistics[TOTAL].log()[pairs.tokens]
     p = log_p.exp()

@@ -14,7 +14,11 @@ def reference_log_probs(
     temperatures = torch.as_tensor(temperature, dtype=torch.float64).expand(keep_sets.num_tokens)
     for t, kind in enumerate(keep_sets.kinds.tolist()):
         kept = keep_sets.keep_ids[keep_sets.keep_offsets[t] : keep_sets.keep_offsets[t + 1]].long()
-        support = {TokenKind.UNSCORED: keep_sets.target_ids[t : t + 1], TokenKind.KEEP_SET: kept, TokenKind.FULL: torch.arange(vocab_size)}[kind]
+        support = {
+            TokenKind.UNSCORED: keep_sets.target_ids[t : t + 1],
+            TokenKind.KEEP_SET: kept,
+            TokenKind.FULL: torch.arange(vocab_size),
+        }[kind]
         logits = weight[support].double() @ hidden[t].double() / temperatures[t]
         log_p = logits.log_softmax(0)
         log_probs.append(log_p[support == keep_sets.target_ids[t]].sum())

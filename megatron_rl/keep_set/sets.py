@@ -95,10 +95,18 @@ def _violations(sets: KeepSets, vocab_size: int):
     yield end.new_zeros(int(end != num_pairs)), end, f"keep_offsets end at {num_pairs}, the number of ids"
     yield where(sizes < 0, sizes, "keep_offsets never fall")
     yield where(kinds > max(TokenKind), kinds, "kinds are UNSCORED, KEEP_SET or FULL")
-    yield where((kinds == TokenKind.KEEP_SET) & (sizes == 0), sizes, "a KEEP_SET token keeps at least one id (is the rollout's distribution NaN?)")
+    yield where(
+        (kinds == TokenKind.KEEP_SET) & (sizes == 0),
+        sizes,
+        "a KEEP_SET token keeps at least one id (is the rollout's distribution NaN?)",
+    )
     yield where((kinds != TokenKind.KEEP_SET) & (sizes != 0), sizes, "only KEEP_SET tokens have a set")
     outside = (targets < 0) | (targets >= vocab_size)
-    yield where((kinds != TokenKind.UNSCORED) & outside, targets, f"targets lie in 0..{vocab_size - 1}, the vocabulary without its padding")
+    yield where(
+        (kinds != TokenKind.UNSCORED) & outside,
+        targets,
+        f"targets lie in 0..{vocab_size - 1}, the vocabulary without its padding",
+    )
 
     owner = torch.repeat_interleave(everywhere, sizes)
     ids = sets.keep_ids.long()

@@ -59,7 +59,9 @@ def weighted_sums(coefficients: Tensor, table: Tensor, index: Tensor, offsets: T
 
 
 @triton.jit
-def _weighted_sums(coefficients, table, index, offsets, sums, width, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+def _weighted_sums(
+    coefficients, table, index, offsets, sums, width, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr
+):
     """One program: one bag, COLUMNS columns; its rows are read PAIRS at a time, so that the longest bag is not the time of the call."""
     bag = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

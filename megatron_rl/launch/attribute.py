@@ -21,13 +21,13 @@ from megatron_rl.config import Config, ConfigError, RunFolder, load_config, to_t
 from megatron_rl.conversion.model_files import read_config
 from megatron_rl.launch.local import checked_model
 from megatron_rl.launch.replay import beginnings, recorded_steps
-from megatron_rl.layouts import ParameterTable
 from megatron_rl.metrics import read_rows, wide_console
 from megatron_rl.orchestrator.commands import rank_processes
-from megatron_rl.preflight.plants import NEED_EXPERTS, PLANTS
+from megatron_rl.preflight.faults import FAULTS, NEED_EXPERTS
 from megatron_rl.processes import Child, ProcessError, stop_all
 from megatron_rl.records import read_scores
 from megatron_rl.report.rollouts import open_tokenizer, text_of
+from megatron_rl.weight_mapping import ParameterTable
 from megatron_rl.wire.control import decode, encode
 
 GRACE_S = 5.0
@@ -137,7 +137,7 @@ def answer(asked: Question, announce: Any) -> Attribution:
 
 
 def _own_job(asked: Question, folder: Path, own: Sequence[Factor], faults: Sequence[Factor], fixed: Mapping[str, Any]) -> Job:
-    walks, layout = asked.start < asked.step, asked.config.parallel
+    walks, layout = asked.start < asked.step, asked.config.parallel_layout
     return Job(
         step=asked.step, start=asked.start, checkpoint=str(asked.run.checkpoint(asked.start)) if asked.start else None,
         versions=tuple(sorted(asked.versions)), scorings={**fixed, **{f.name: f.scoring for f in own if f.scoring}},
@@ -217,11 +217,11 @@ def _notes(asked: Question, outcome: Outcome, job: Job) -> list[str]:
 def _check_plant(plant: str | None, config: Config, hf_config: Mapping[str, Any]) -> None:
     if plant is None:
         return
-    if plant not in PLANTS:
-        raise ConfigError(f"--plant {plant}: no such fault; known are {', '.join(PLANTS)}")
+    if plant not in FAULTS:
+        raise ConfigError(f"--plant {plant}: no such fault; known are {', '.join(FAULTS)}")
     if plant in NEED_EXPERTS and ParameterTable(hf_config).architecture.moe is None:
         raise ConfigError(f"--plant {plant}: the model has no experts")
-    if plant == "unreduced-expert-grad" and config.parallel.edp == 1:
+    if plant == "unreduced-expert-grad" and config.parallel_layout.edp == 1:
         raise ConfigError(
             f"--plant {plant}: at this layout each expert lies on one rank, so that no gradient is summed over ranks; ask for another, "
             "for example with --layout.world_size 2 --layout.expert 1"

@@ -58,15 +58,23 @@ def train(
 @app.command(context_settings=Overrides)
 def launch(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="A TOML file with a [slurm] section, or one that --profile completes.", show_default=False)],
+    config: Annotated[
+        Path, typer.Argument(help="A TOML file with a [slurm] section, or one that --profile completes.", show_default=False)
+    ],
     profile: Annotated[
-        Path | None, typer.Option(envvar="MEGATRON_RL_PROFILE", help="A site's TOML file: [slurm] alone; the run's own wins.", show_default=False)
+        Path | None,
+        typer.Option(
+            envvar="MEGATRON_RL_PROFILE", help="A site's TOML file: [slurm] alone; the run's own wins.", show_default=False
+        ),
     ] = None,
     sweep: Annotated[
-        list[str] | None, typer.Option(help="'section.key=[value, value]': a job for each value, or for each combination.", show_default=False)
+        list[str] | None,
+        typer.Option(help="'section.key=[value, value]': a job for each value, or for each combination.", show_default=False),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint of the run's folder.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script as sbatch would get it; submit nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the batch script as sbatch would get it; submit nothing.")
+    ] = False,
 ) -> None:
     """Submit a run to Slurm, as one heterogeneous job: trainer nodes, with the orchestrator on the first, and rollout nodes.
 
@@ -91,8 +99,12 @@ def launch(
 def replay(
     context: typer.Context,
     run_dir: Annotated[Path, typer.Argument(help="The folder of a run, for example runs/tiny-moe-cpu.", show_default=False)],
-    from_step: Annotated[int, typer.Option(help="Step to begin with: 0, or one that a kept checkpoint stands before.", show_default=False)],
-    steps: Annotated[int | None, typer.Option(help="How many steps; all that are recorded, if not given.", show_default=False)] = None,
+    from_step: Annotated[
+        int, typer.Option(help="Step to begin with: 0, or one that a kept checkpoint stands before.", show_default=False)
+    ],
+    steps: Annotated[
+        int | None, typer.Option(help="How many steps; all that are recorded, if not given.", show_default=False)
+    ] = None,
 ) -> None:
     """Train recorded steps again, without servers, and name the first tensor that differs from what was recorded.
 
@@ -144,7 +156,9 @@ def add_servers(
 @servers.command("remove")
 def remove_servers(
     run_dir: RunDir,
-    which: Annotated[list[str], typer.Argument(metavar="SERVER...", help="A number as in logs/server-N, or a URL.", show_default=False)],
+    which: Annotated[
+        list[str], typer.Argument(metavar="SERVER...", help="A number as in logs/server-N, or a URL.", show_default=False)
+    ],
 ) -> None:
     """Stop servers at once. What they were sampling is drawn again on the others; the last one stays."""
     from megatron_rl.launch.run_control import change_servers
@@ -157,7 +171,9 @@ def remove_servers(
 @app.command()
 def logs(
     run_dir: RunDir,
-    name: Annotated[str | None, typer.Argument(help="Such as trainer-0, server-0, worker-0; events if not given.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Such as trainer-0, server-0, worker-0; events if not given.", show_default=False)
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it grows, until Ctrl-C.")] = False,
 ) -> None:
     """Print a log of a run: its events, or one process's output."""
@@ -173,7 +189,9 @@ def attribute(
     run_dir: Annotated[Path, typer.Argument(help="The folder of a run, for example runs/tiny-moe-cpu.", show_default=False)],
     step: Annotated[int, typer.Option(help="The recorded step whose rollouts are scored.", show_default=False)],
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here, as JSON.", show_default=False)] = None,
-    retrain: Annotated[int, typer.Option(min=0, help="Most steps to train again, to get at weights that no checkpoint holds.")] = 20,
+    retrain: Annotated[
+        int, typer.Option(min=0, help="Most steps to train again, to get at weights that no checkpoint holds.")
+    ] = 20,
     plant: Annotated[
         str | None,
         typer.Option(
@@ -233,7 +251,9 @@ def plan(
     gpus: Annotated[int | None, typer.Option(help="Accelerators for trainer and servers together.", show_default=False)] = None,
     gpu_type: Annotated[str, typer.Option(help="A table of megatron_rl/planner/machines.toml, or of --machines.")] = "h200",
     nodes_of: Annotated[int, typer.Option(help="Accelerators of a node.")] = 8,
-    context_tokens: Annotated[int | None, typer.Option("--context", help="Longest sequence, in place of model.max_sequence_length.")] = None,
+    context_tokens: Annotated[
+        int | None, typer.Option("--context", help="Longest sequence, in place of model.max_sequence_length.")
+    ] = None,
     trainer_gpus: Annotated[int | None, typer.Option(help="Accelerators of the trainer; chosen, if not given.")] = None,
     mean_prompt: Annotated[float | None, typer.Option(help="Tokens; at most 512, if not given.")] = None,
     mean_response: Annotated[float | None, typer.Option(help="Tokens; half of the room, if not given.")] = None,
@@ -273,7 +293,9 @@ def plan(
 
 @app.command()
 def report(
-    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs, drawn side by side.", show_default=False)],
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs, drawn side by side.", show_default=False)
+    ],
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
 ) -> None:
     """Write one HTML file of one or several runs: plots over steps, rollouts token by token, configurations. It needs no network."""
@@ -301,13 +323,20 @@ def hf_to_megatron(
 
 @convert.command("megatron-to-hf")
 def megatron_to_hf(
-    source: Annotated[Path, typer.Argument(help="A checkpoint of a run (checkpoints/step_...) or of hf-to-megatron.", show_default=False)],
+    source: Annotated[
+        Path, typer.Argument(help="A checkpoint of a run (checkpoints/step_...) or of hf-to-megatron.", show_default=False)
+    ],
     out: Annotated[Path, typer.Argument(help="Hugging Face folder to make.", show_default=False)],
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted conversion.")] = False,
-    quantize: Annotated[str | None, typer.Option(help="nvfp4: four-bit matrices, for servers that load them.", show_default=False)] = None,
-    quantize_layout: Annotated[str, typer.Option(help="Names and scales of quantised tensors: modelopt or compressed-tensors.")] = "modelopt",
+    quantize: Annotated[
+        str | None, typer.Option(help="nvfp4: four-bit matrices, for servers that load them.", show_default=False)
+    ] = None,
+    quantize_layout: Annotated[
+        str, typer.Option(help="Names and scales of quantised tensors: modelopt or compressed-tensors.")
+    ] = "modelopt",
     quantize_modules: Annotated[
-        str | None, typer.Option(help="Which linear maps, by commas: attention,mlp,experts. The run's, if not given.", show_default=False)
+        str | None,
+        typer.Option(help="Which linear maps, by commas: attention,mlp,experts. The run's, if not given.", show_default=False),
     ] = None,
     quantize_exclude: Annotated[
         str | None, typer.Option(help="Modules that stay as they are, by commas. The run's, if not given.", show_default=False)
@@ -322,7 +351,10 @@ def megatron_to_hf(
     with _user_errors():
         if quantize not in (None, "nvfp4"):
             raise ConfigError(f"--quantize {quantize}: there is nvfp4")
-        names = [words if words is None else [word for word in words.split(",") if word] for words in (quantize_modules, quantize_exclude)]
+        names = [
+            words if words is None else [word for word in words.split(",") if word]
+            for words in (quantize_modules, quantize_exclude)
+        ]
         if quantize is None and (quantize_layout != "modelopt" or names != [None, None]):
             raise ConfigError("--quantize-layout, --quantize-modules and --quantize-exclude say how; add --quantize nvfp4")
         convert_megatron_to_hf(source, out, resume, quantised_as(source, quantize_layout, *names) if quantize else None)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.launch.machines import GRACE_S
 from megatron_rl.orchestrator import ServerProcess, fleet_of, server_process, trainer_processes, worker_process
+from megatron_rl.orchestrator.fleet import Fleet
 from megatron_rl.processes import Command, Nodes, Process, ProcessError, RemoteProcess, address_of_interface, address_of_this_host
 from megatron_rl.records import write_atomically
-from megatron_rl.rollouts.fleet import Fleet
 from megatron_rl.wire.access import key_from_environment
 from megatron_rl.wire.control import encode
 from megatron_rl.wire.nodes import OrchestratorPlace

@@ -10,7 +10,7 @@ from megatron_rl.config import RunFolder
 from megatron_rl.config.sections import Precision
 from megatron_rl.conversion import QuantisedAs, hf_to_megatron, megatron_to_hf
 from megatron_rl.conversion.convert import Report
-from megatron_rl.precision import stored_layout
+from megatron_rl.precision import stored_format
 
 
 def convert_hf_to_megatron(source: Path, out: Path, resume: bool) -> None:
@@ -29,9 +29,12 @@ def quantised_as(source: Path, layout: str, modules: list[str] | None, exclude: 
     run = RunFolder(source.resolve().parent.parent)
     section = run.config().precision if run.config_file.is_file() else Precision()
     chosen = Precision.model_validate(
-        {**section.model_dump(), **{key: value for key, value in (("modules", modules), ("exclude", exclude)) if value is not None}}
+        {
+            **section.model_dump(),
+            **{key: value for key, value in (("modules", modules), ("exclude", exclude)) if value is not None},
+        }
     )
-    return QuantisedAs(stored_layout(chosen, layout), tuple(chosen.modules), tuple(chosen.exclude))
+    return QuantisedAs(stored_format(chosen, layout), tuple(chosen.modules), tuple(chosen.exclude))
 
 
 @contextmanager

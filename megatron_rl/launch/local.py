@@ -16,7 +16,7 @@ from megatron_rl.launch.machines import ThisMachine
 from megatron_rl.launch.run import run
 from megatron_rl.metrics import check_sinks
 from megatron_rl.orchestrator import server_process, trainer_processes, worker_process
-from megatron_rl.processes import check_host, check_port, dying_with_me
+from megatron_rl.processes import check_host, check_port, kill_with_parent
 from megatron_rl.tasks import load_task
 
 
@@ -63,7 +63,7 @@ def check_before_start(config: Config) -> None:
 def prepare_model(config_file: Path, folder: RunFolder | None) -> dict[str, object]:
     """Check the model, and lay it ready in the run's folder if given; in a process of its own, since this one stays without torch."""
     argv = [sys.executable, "-m", "megatron_rl.launch.prepare", str(config_file), *([str(folder.path)] if folder else [])]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, preexec_fn=dying_with_me())
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, preexec_fn=kill_with_parent())
     if done.returncode:
         raise ConfigError(done.stderr.strip() or f"{' '.join(argv)} ended with status {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -88,7 +88,7 @@ def dry_run_text(config: Config) -> str:
     check_before_start(config)
     folder = run_folder(config)
     model = checked_model(config)
-    layout = config.parallel
+    layout = config.parallel_layout
     lines = ["# resolved configuration", to_toml(config), "# model"]
     lines += [f"{name} = {value}" for name, value in model.items()]
     lines += ["", "# layout", f"{layout.world_size} ranks = tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"]
@@ -103,7 +103,9 @@ def dry_run_text(config: Config) -> str:
     lines += ["", "# processes"]
     environment = {"MEGATRON_RL_ORCHESTRATOR": "http://127.0.0.1:PORT", "MEGATRON_RL_KEY": "(made at start)"}
     host, port = config.servers.host, config.servers.first_port
-    commands = [server_process(config, folder, slot, host, port + slot, 0, "(made at start)") for slot in range(config.servers.count)]
+    commands = [
+        server_process(config, folder, slot, host, port + slot, 0, "(made at start)") for slot in range(config.servers.count)
+    ]
     commands += [worker_process(folder, environment), *trainer_processes(config, folder, environment, False)]
     for command in commands:
         lines.append(f"{command.name}: {' '.join(f'{k}={v}' for k, v in command.env.items())} {' '.join(command.argv)}")

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.orchestrator import local_fleet, trainer_processes, worker_process
+from megatron_rl.orchestrator.fleet import Fleet
 from megatron_rl.processes import Child, Command, Process, stop_all
-from megatron_rl.rollouts.fleet import Fleet
 
 GRACE_S = 10.0
 """How long trainer and workers have to leave by themselves at the end."""
@@ -73,7 +73,9 @@ class ThisMachine:
         await asyncio.to_thread(stop_all, ranks, GRACE_S)
 
     async def stop(self) -> None:
-        await asyncio.to_thread(stop_all, [*self._workers, *self._ranks], GRACE_S)  # the orchestrator answers those that take their leave
+        await asyncio.to_thread(
+            stop_all, [*self._workers, *self._ranks], GRACE_S
+        )  # the orchestrator answers those that take their leave
 
     def _start(self, children: list[Child], commands: Sequence[Command]) -> list[Process]:
         """One by one, so that those are known which were started before one that could not be."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.layouts import ParameterTable
 from megatron_rl.metrics import wide_console
 from megatron_rl.planner import Balanced, Machine, ParameterCounts, Workload, balance, candidate_of, machine_named, workload_of
 from megatron_rl.planner.choice import write_choice
@@ -20,6 +19,7 @@ from megatron_rl.planner.search import enough_ranks, room, verdict
 from megatron_rl.planner.step_time import OPTIMIZER_BYTES
 from megatron_rl.planner.text import print_assumptions, print_comparison, print_details, print_missing, print_plans, print_trainer
 from megatron_rl.planner.workload import GIB
+from megatron_rl.weight_mapping import ParameterTable
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,9 @@ def work_of(config: Config, assumed: Assumed) -> Workload:
         if value is not None and value not in known:
             wrong.append(f"--{name} {value} is not known; known are {', '.join(known)}")
     amounts = {"context": assumed.context, "mean-prompt": assumed.mean_prompt, "mean-response": assumed.mean_response}
-    wrong += [f"--{name} {value}: 1 or more" for name, value in amounts.items() if value is not None and not 1 <= value < math.inf]
+    wrong += [
+        f"--{name} {value}: 1 or more" for name, value in amounts.items() if value is not None and not 1 <= value < math.inf
+    ]
     if not 1 <= assumed.imbalance < math.inf:
         wrong.append(f"--imbalance {assumed.imbalance}: the busiest rank has at least the mean, 1.0")
     if wrong:

@@ -1,7 +1,7 @@
 """The model of a run, checked and laid ready before anything is started; a process of its own, since it needs torch.
 
-    python -m megatron_rl.launch.prepare CONFIG_TOML RUN_FOLDER      makes RUN_FOLDER/model and prints what the model is, as JSON
-    python -m megatron_rl.launch.prepare CONFIG_TOML                 only checks and prints
+python -m megatron_rl.launch.prepare CONFIG_TOML RUN_FOLDER      makes RUN_FOLDER/model and prints what the model is, as JSON
+python -m megatron_rl.launch.prepare CONFIG_TOML                 only checks and prints
 """
 
 import json
@@ -12,10 +12,10 @@ from megatron_rl.config import Config, ConfigError, RunFolder, load_config
 from megatron_rl.conversion import CheckpointError, HfCheckpoint, make_random_model, open_checkpoint, table_of
 from megatron_rl.conversion.model_files import read_config, write_model_files
 from megatron_rl.conversion.outgoing import left_out
-from megatron_rl.layouts import ParameterTable, Placement
-from megatron_rl.precision import check_cuts, selection_of, stored_layout
+from megatron_rl.precision import check_cuts, selection_of, stored_format
 from megatron_rl.tasks import TextEncoder
 from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping import ParameterTable, Placement
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -25,7 +25,9 @@ def prepare(config: Config, run: RunFolder | None) -> dict[str, object]:
     if config.model.path is None:
         hf_config = dict(config.model.architecture or {})
         if config.task.chat_template:
-            raise ConfigError("task.chat_template = true: a model from model.architecture has a tokenizer of characters, and no chat template; set it to false")
+            raise ConfigError(
+                "task.chat_template = true: a model from model.architecture has a tokenizer of characters, and no chat template; set it to false"
+            )
     else:
         checkpoint = open_checkpoint(config.model.path)
         hf_config = checkpoint.config
@@ -36,7 +38,9 @@ def prepare(config: Config, run: RunFolder | None) -> dict[str, object]:
                 f"would be built for these; megatron-rl convert hf-to-megatron {config.model.path} NEW makes a folder with whole ones"
             )
         if config.model.mtp == "trained" and not table_of(checkpoint).with_mtp:
-            raise ConfigError(f"model.mtp = 'trained': {config.model.path} holds no layer for multi-token prediction; leave model.mtp out")
+            raise ConfigError(
+                f"model.mtp = 'trained': {config.model.path} holds no layer for multi-token prediction; leave model.mtp out"
+            )
         _check_tokenizer(config.model.path, config, int(hf_config["vocab_size"]))
     described = describe(hf_config, config)
     if run is not None:
@@ -52,19 +56,21 @@ def _lay_ready(config: Config, hf_config: dict, run: RunFolder) -> None:
             run.model.symlink_to(config.model.path.resolve(), target_is_directory=True)
     if config.servers_have_nvfp4_layers:
         table = ParameterTable(hf_config)
-        described = stored_layout(config.precision).config(*left_out(table, selection_of(config.precision, table)))
+        described = stored_format(config.precision).config(*left_out(table, selection_of(config.precision, table)))
         run.nvfp4_model.mkdir(exist_ok=True)
         write_model_files(run.nvfp4_model, read_config(run.model) | {"quantization_config": described}, run.model)
 
 
 def describe(hf_config: dict, config: Config) -> dict[str, object]:
     """What the model is and how the layout cuts it, as plain values for a person; raises when it does not fit."""
-    layout: Layout = config.parallel
+    layout: Layout = config.parallel_layout
     padded = layout.padded_vocab_size(int(hf_config.get("vocab_size", 0)))
     table = ParameterTable(hf_config, padded_vocab_size=padded, with_mtp=config.model.mtp == "trained")
     model = table.architecture
     if config.model.mtp == "trained" and not table.with_mtp:
-        raise ConfigError(f"model.mtp = 'trained': this {model.model_type} has no layer for multi-token prediction; leave model.mtp out")
+        raise ConfigError(
+            f"model.mtp = 'trained': this {model.model_type} has no layer for multi-token prediction; leave model.mtp out"
+        )
     placement = Placement(table, layout)
     quantised = selection_of(config.precision, table).names
     check_cuts(p for rank in range(layout.world_size) for p in placement.held_by(rank).values() if p.parameter.name in quantised)
@@ -88,7 +94,9 @@ def _check_tokenizer(folder: Path, config: Config, vocab_size: int) -> None:
     text = TextEncoder(folder, config.task)
     for what, least in (("the tokenizer's largest id", text.num_tokens), ("eos_token_id", max(text.eos_ids) + 1)):
         if least > vocab_size:
-            raise ConfigError(f"model.path = {folder}: {what} is {least - 1}, and the model has ids 0..{vocab_size - 1} (vocab_size): they belong to different models")
+            raise ConfigError(
+                f"model.path = {folder}: {what} is {least - 1}, and the model has ids 0..{vocab_size - 1} (vocab_size): they belong to different models"
+            )
 
 
 def _elements(shape: tuple[int, ...]) -> int:

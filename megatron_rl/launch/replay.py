@@ -63,7 +63,9 @@ def _steps_from(run: RunFolder, recorded: Sequence[int], first: int, steps: int 
     while first + there in recorded:
         there += 1
     if steps is not None and not 1 <= steps <= there:
-        raise ConfigError(f"--steps {steps}: from step {first} on there are {there} recorded steps in a row; ask for 1 to {there}")
+        raise ConfigError(
+            f"--steps {steps}: from step {first} on there are {there} recorded steps in a row; ask for 1 to {there}"
+        )
     return there if steps is None else steps
 
 

@@ -25,7 +25,13 @@ class RunEnd:
 
 
 async def run(
-    config: Config, folder: RunFolder, machines: Machines, *, resume: bool, stop_signals: Iterable[int], changes: Iterable[str] = ()
+    config: Config,
+    folder: RunFolder,
+    machines: Machines,
+    *,
+    resume: bool,
+    stop_signals: Iterable[int],
+    changes: Iterable[str] = (),
 ) -> RunEnd:
     """Until the last step or one of the signals. Raises RunFailed, or ProcessError when the processes could not be started.
 

@@ -39,7 +39,9 @@ def measure_run(rows: Sequence[Row]) -> dict[str, float]:
         for words, name in names.items():
             if values := series(rows, name):
                 quarter = max(1, len(values) // 4)
-                measured |= {f"{words}, {end}": reduce(part) for end, part in zip(ENDS, (values[:quarter], values[-quarter:]), strict=True)}
+                measured |= {
+                    f"{words}, {end}": reduce(part) for end, part in zip(ENDS, (values[:quarter], values[-quarter:]), strict=True)
+                }
     for words, name in _WHOLE_RUN.items():
         if values := series(rows, name):
             measured[words] = _mean(values)

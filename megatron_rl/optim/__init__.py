@@ -5,10 +5,10 @@ muon = DistributedMuon(settings, rounds, held_pieces, group_of_the_stage)
 muon.step(gradients, MuonRates(learning_rate, weight_decay))     # weights and momenta in place
 """
 
+from megatron_rl.optim.assignment import Round, Task, loads_of, plan_rounds, stage_tasks
 from megatron_rl.optim.exchange import Piece, bytes_sent
 from megatron_rl.optim.muon import DistributedMuon, HeldPiece
 from megatron_rl.optim.newton_schulz import orthogonalise
-from megatron_rl.optim.plan import Round, Task, loads_of, plan_rounds, stage_tasks
 from megatron_rl.optim.reference import MuonRates, MuonSettings, reference_step
 
 __all__ = [

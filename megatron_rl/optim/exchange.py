@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.layouts import Parameter
-from megatron_rl.layouts.sharding import Replicated
-from megatron_rl.optim.plan import Round
+from megatron_rl.optim.assignment import Round
+from megatron_rl.weight_mapping import Parameter
+from megatron_rl.weight_mapping.sharding import Replicated
 
 
 class Piece(NamedTuple):

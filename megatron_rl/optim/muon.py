@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.layouts import Parameter
+from megatron_rl.optim.assignment import Round
 from megatron_rl.optim.exchange import Piece, Routing, Transfer, bring_together, cut_up, routing_of
 from megatron_rl.optim.newton_schulz import orthogonalise, update_scale
-from megatron_rl.optim.plan import Round
 from megatron_rl.optim.reference import MuonRates, MuonSettings
+from megatron_rl.weight_mapping import Parameter
 
 _BATCH_ELEMENTS = 16 * 2**20
 """Equal matrices are orthogonalised together up to so many elements: the iteration holds a few copies of them."""

@@ -7,7 +7,7 @@ sqrt(g) on each; what its queries multiply with a key that heads share, by g on 
 import torch
 from torch import Tensor
 
-from megatron_rl.layouts import GroupedQueryAttention, LatentAttention
+from megatron_rl.weight_mapping import GroupedQueryAttention, LatentAttention
 
 
 def clip_factors(max_logits: Tensor, threshold: float) -> Tensor:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.config import Config, RunFolder
+from megatron_rl.inference.vllm.server import server_command
 from megatron_rl.processes import Command
-from megatron_rl.rollouts.server import server_command
 
-ENDS_OWN_BY = signal.SIGHUP
+OWN_STOP_SIGNAL = signal.SIGHUP
 """Workers and ranks. A job that is cancelled has its SIGTERM answered by the orchestrator, which needs them to save; vLLM's servers, which it
 does not need for that, answer it themselves. SIGHUP ends a program that has no handler, and is none of those that scancel sends."""
 
@@ -32,7 +32,7 @@ def server_process(config: Config, folder: RunFolder, slot: int, host: str, port
 def worker_process(folder: RunFolder, environment: Mapping[str, str], number: int = 0) -> Command:
     name, orchestrator = f"worker-{number}", environment["MEGATRON_RL_ORCHESTRATOR"]
     argv = [sys.executable, "-m", "megatron_rl.rollouts.worker", str(folder.path), "--orchestrator", orchestrator, "--name", name]
-    return Command(name, argv, folder.logs / f"{name}.log", environment, ENDS_OWN_BY)
+    return Command(name, argv, folder.logs / f"{name}.log", environment, OWN_STOP_SIGNAL)
 
 
 def trainer_processes(
@@ -48,7 +48,9 @@ def gpu_variables(config: Config) -> dict[str, str]:
     (engine.groups)."""
     if config.device == "cpu":
         return {}
-    variables = {"TORCH_NCCL_DESYNC_DEBUG": "1"}  # when a collective's time is over, torch's log names the ranks that did not come
+    variables = {
+        "TORCH_NCCL_DESYNC_DEBUG": "1"
+    }  # when a collective's time is over, torch's log names the ranks that did not come
     if config.layout.tensor > 1 or config.layout.context > 1:
         # One queue: kernels then start in the order of their launches, which Megatron's overlap of communication and products relies on.
         variables |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -69,6 +71,12 @@ def rank_processes(
     shared = {"OMP_NUM_THREADS": str(config.trainer.threads_per_rank), **environment}
     local = [rank % (ranks_per_node or world) for rank in range(world)]
     return [
-        Command(f"{name}-{rank}", argv, logs / f"{name}-{rank}.log", {**shared, "RANK": str(rank), "LOCAL_RANK": str(local[rank])}, ENDS_OWN_BY)
+        Command(
+            f"{name}-{rank}",
+            argv,
+            logs / f"{name}-{rank}.log",
+            {**shared, "RANK": str(rank), "LOCAL_RANK": str(local[rank])},
+            OWN_STOP_SIGNAL,
+        )
         for rank in range(world)
     ]

@@ -35,7 +35,8 @@ from megatron_rl.batching import Spool, build_probe, build_step
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.orchestrator.changes import Changes
 from megatron_rl.orchestrator.checkpoints import restore, seal_checkpoint
-from megatron_rl.orchestrator.dealer import Dealer
+from megatron_rl.orchestrator.dispatcher import Dispatcher
+from megatron_rl.orchestrator.fleet import GONE, Fleet
 from megatron_rl.orchestrator.observer import Observer
 from megatron_rl.orchestrator.probes import Probe
 from megatron_rl.orchestrator.ranks import TrainerRanks, is_rank
@@ -44,18 +45,17 @@ from megatron_rl.orchestrator.state import RunState
 from megatron_rl.orchestrator.watchdog import Watchdog
 from megatron_rl.processes import Process, log_tail
 from megatron_rl.records import GroupResult, GroupTask, StepPlan
-from megatron_rl.rollouts.fleet import GONE, Fleet
 from megatron_rl.wire.control import (
     Ack,
     GroupReport,
-    Meeting,
-    MeetRequest,
     Order,
     OrderRequest,
     ProbeOrder,
     ProbeReport,
     ProbeRequest,
     Progress,
+    Rendezvous,
+    RendezvousRequest,
     SavedReport,
     Status,
     StepReport,
@@ -95,7 +95,7 @@ class Orchestrator:
         self.spool.clean_half_written()  # what an interrupted run left; nobody writes yet
         self._recorded = self._adopt_recorded_plans()
         self._draw_lost_payloads_again()
-        self._dealer = Dealer(state, fleet, config.groups_per_server)
+        self._dispatcher = Dispatcher(state, fleet, config.groups_per_server)
         self._batch_examples: dict[str, tuple[dict, ...]] = {}
         self._changed = Changes()
         self._failure: RunFailed | None = None
@@ -105,7 +105,7 @@ class Orchestrator:
     @property
     def handlers(self) -> dict[str, tuple[type, Handler]]:
         handlers = {
-            "/work": (WorkRequest, self.on_work), "/groups": (GroupReport, self.on_group), "/meet": (MeetRequest, self.on_meet),
+            "/work": (WorkRequest, self.on_work), "/groups": (GroupReport, self.on_group), "/rendezvous": (RendezvousRequest, self.on_rendezvous),
             "/order": (OrderRequest, self.on_order),
             "/step": (StepReport, self.on_step), "/weights": (WeightsReport, self.on_weights), "/probe": (ProbeRequest, self.on_probe),
             "/probed": (ProbeReport, self.on_probed), "/saved": (SavedReport, self.on_saved), "/progress": (Progress, self.on_progress),
@@ -121,7 +121,9 @@ class Orchestrator:
                 answer = await handler(message)
             except OSError as error:
                 where = error.filename or self.folder.path
-                self.fail(f"{where}: {error.strerror or error}; nothing is lost: mend this, then --resume goes on from what is written")
+                self.fail(
+                    f"{where}: {error.strerror or error}; nothing is lost: mend this, then --resume goes on from what is written"
+                )
                 await self._changed.tell()
                 raise
             self.watchdog.answer(path, answer)
@@ -136,7 +138,7 @@ class Orchestrator:
 
         def found() -> bool:
             nonlocal tasks
-            tasks = () if self.stop_requested else self._dealer.deal(request, self._probe)
+            tasks = () if self.stop_requested else self._dispatcher.deal(request, self._probe)
             return bool(tasks) or self.stop_requested
 
         await self._changed.wait_until(found, request.wait_s)
@@ -158,7 +160,9 @@ class Orchestrator:
             self.observe.event(f"group {result.uid} failed ({result.failure}): {result.message}")
         failures = sum(self.state.recent_failures.values())
         if failures >= MAX_FAILURES_IN_A_ROW:
-            self.fail(f"{failures} groups in a row have failed {dict(self.state.recent_failures)}, the last by {self.state.last_failure}")
+            self.fail(
+                f"{failures} groups in a row have failed {dict(self.state.recent_failures)}, the last by {self.state.last_failure}"
+            )
         await self._changed.tell()
         return Ack()
 
@@ -170,12 +174,12 @@ class Orchestrator:
 
     # ---- the trainer
 
-    async def on_meet(self, request: MeetRequest) -> Meeting:
+    async def on_rendezvous(self, request: RendezvousRequest) -> Rendezvous:
         if request.port:
-            self.ranks.meeting = Meeting(request.host, request.port)
+            self.ranks.rendezvous = Rendezvous(request.host, request.port)
             await self._changed.tell()
-        await self._changed.wait_until(lambda: self.ranks.meeting.port or self._failure, request.wait_s)
-        return self.ranks.meeting
+        await self._changed.wait_until(lambda: self.ranks.rendezvous.port or self._failure, request.wait_s)
+        return self.ranks.rendezvous
 
     async def on_order(self, request: OrderRequest) -> Order:
         self.ranks.ask_for_orders()
@@ -306,7 +310,8 @@ class Orchestrator:
             right = self._found_right.get(server, -1)
             self.fleet.condemn(server, reason)
             lost = self.state.discard_finished(
-                lambda group, of=server, since=right: group.server == of and max(r.max_version for r in group.rollouts) > since, "unverified"
+                lambda group, of=server, since=right: group.server == of and max(r.max_version for r in group.rollouts) > since,
+                "unverified",
             )
             self.observe.event(f"{server}: {reason}; {lost} finished groups of its are drawn again")
         self._found_right |= {r.server: probe.version for r in probe.results if r.server not in convicted}
@@ -395,7 +400,7 @@ class Orchestrator:
         if not dead.name.startswith("worker") or not others:
             return False
         processes.remove(dead)
-        lost = self._dealer.lose_worker(dead.name, self._probe)
+        lost = self._dispatcher.lose_worker(dead.name, self._probe)
         self.observe.event(f"{dead.failure()}\n  the other workers go on; {lost} groups are drawn again")
         return True
 
@@ -426,7 +431,9 @@ class Orchestrator:
                 lost = self.state.lose_server(event.url)
                 if self._probe:
                     self._probe.lose_server(event.url)
-                self.observe.event(f"server {event.slot} at {event.url} {event.kind.replace('_', ' ')}: {event.reason}; {lost} groups are drawn again")
+                self.observe.event(
+                    f"server {event.slot} at {event.url} {event.kind.replace('_', ' ')}: {event.reason}; {lost} groups are drawn again"
+                )
             if all(s.state in GONE for s in self.fleet.servers):
                 log = self.folder.logs / f"server-{event.slot}.log"
                 self.fail(f"no rollout server is left; the last: {event.reason}; the end of {log}:\n{log_tail(log)}")

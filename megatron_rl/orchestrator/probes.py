@@ -65,5 +65,6 @@ class Probe:
         }
         unjudged = {server: message for server, message in self.failures.items() if server not in means}
         return off | {
-            server: f"the probe after version {self.version} could not be judged: {message}" for server, message in unjudged.items()
+            server: f"the probe after version {self.version} could not be judged: {message}"
+            for server, message in unjudged.items()
         }

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from megatron_rl.processes import Process
-from megatron_rl.wire.control import Meeting
+from megatron_rl.wire.control import Rendezvous
 
 LEAVE_S = 15.0
 """How long the ranks that are left have to say in their logs why they end."""
@@ -14,7 +14,7 @@ class TrainerRanks:
     """max_restarts: without a step finished in between. start: all ranks anew, from the latest checkpoint, after it has ended what is left."""
 
     def __init__(self, max_restarts: int, start: Callable[[], Awaitable[list[Process]]]):
-        self.meeting = Meeting()
+        self.rendezvous = Rendezvous()
         """Where those that live now meet."""
         self._max_restarts, self._start = max_restarts, start
         self._restarts = 0
@@ -43,7 +43,7 @@ class TrainerRanks:
         deadline = asyncio.get_running_loop().time() + LEAVE_S
         while any(rank.poll() is None for rank in broken) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.1)
-        self.meeting = Meeting()
+        self.rendezvous = Rendezvous()
         started = await self._start()
         processes[:] = [process for process in processes if process not in broken] + started
 

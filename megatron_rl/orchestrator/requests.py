@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rl.config import RunFolder
+from megatron_rl.orchestrator.fleet import Fleet, FleetError
 from megatron_rl.records import write_atomically
-from megatron_rl.rollouts.fleet import Fleet, FleetError
 from megatron_rl.wire.control import decode, encode
 
 POLL_S = 0.5

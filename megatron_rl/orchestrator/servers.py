@@ -8,8 +8,8 @@ import httpx
 
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.orchestrator.commands import server_process
+from megatron_rl.orchestrator.fleet import Fleet, FleetLimits
 from megatron_rl.processes import Child, Process, check_port, free_ports
-from megatron_rl.rollouts.fleet import Fleet, FleetLimits
 
 GRACE_S = 5.0
 

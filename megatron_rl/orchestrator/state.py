@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_rl.config import Config
+from megatron_rl.orchestrator.buffer import GroupBuffer
+from megatron_rl.orchestrator.ledger import Ledger
 from megatron_rl.records import GroupResult, GroupTask, StepPlan
-from megatron_rl.rollouts.buffer import GroupBuffer
-from megatron_rl.rollouts.ledger import Ledger
 
 
 class RunState:

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 
+from megatron_rl.orchestrator.fleet import Server
 from megatron_rl.orchestrator.state import RunState
-from megatron_rl.rollouts.fleet import Server
 from megatron_rl.wire.control import GroupReport, Order, ProbeOrder, WorkRequest
 
 _WAITS_FOR = {"/order": "an order", "/probe": "the probe's rollouts"}
@@ -51,7 +51,10 @@ class Watchdog:
         if now - self._told_at < self._stall_after_s:
             return None
         self._told_at = now
-        lines = [f"no group and no step has been finished for {now - self._moved_at:.0f} s:", self._trainer_line(step, state, now)]
+        lines = [
+            f"no group and no step has been finished for {now - self._moved_at:.0f} s:",
+            self._trainer_line(step, state, now),
+        ]
         lines += [self._worker_line(name, now) for name in self._workers] or ["no worker has asked for work yet"]
         lines += [_server_line(server, state) for server in servers]
         return "\n  ".join(lines)

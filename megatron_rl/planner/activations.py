@@ -7,8 +7,8 @@ tokens of a microbatch on one context-parallel rank; the residual stream is cut 
 
 from dataclasses import dataclass
 
-from megatron_rl.layouts import LatentAttention, ModelArchitecture
 from megatron_rl.planner.workload import Candidate, Workload
+from megatron_rl.weight_mapping import LatentAttention, ModelArchitecture
 
 
 @dataclass(frozen=True)

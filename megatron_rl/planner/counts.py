@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.layouts import LOCAL, Region, Role, family_of
-from megatron_rl.layouts.rows import Row
 from megatron_rl.topology import Layout, LayoutError
+from megatron_rl.weight_mapping import LOCAL, Region, Role, family_of
+from megatron_rl.weight_mapping.rules import MappingRule
 
 PARAMETER_ALIGNMENT = 64
 """Elements: Megatron's buffers begin each parameter at a multiple of it."""
@@ -77,7 +77,8 @@ class ParameterCounts:
         own = layout.layers_of_chunk(self.architecture.num_layers, stage, chunk)
         sums = layers[own.stop] - layers[own.start]
         dense, expert = (
-            Held(*(int(v) for v in part), largest) for part, largest in zip(sums.reshape(2, 4), self._largest(layout.tp, layout.etp))
+            Held(*(int(v) for v in part), largest)
+            for part, largest in zip(sums.reshape(2, 4), self._largest(layout.tp, layout.etp))
         )
         tied, is_tied = Held(), self.architecture.tie_word_embeddings and layout.pp > 1
         if stage == 0 and chunk == 0:
@@ -98,7 +99,7 @@ class ParameterCounts:
         return max(dense, default=0), max(expert, default=0)
 
     @cache  # noqa: B019 - a planner lives as long as its process
-    def _rows(self, tp: int) -> tuple[Row, ...]:
+    def _rows(self, tp: int) -> tuple[MappingRule, ...]:
         padded = Layout(world_size=tp, tp=tp).padded_vocab_size(self.architecture.vocab_size)
         return tuple(self._family.rows(self.architecture, padded, LOCAL))
 
@@ -132,11 +133,11 @@ class ParameterCounts:
         )  # fmt: skip
 
 
-def _shard(row: Row, size: int) -> int:
+def _shard(row: MappingRule, size: int) -> int:
     return math.prod(row.kind.sharding.shard_shape(row.kind.shape, size))
 
 
-def held_of(row: Row, size: int, ep: int) -> Held:
+def held_of(row: MappingRule, size: int, ep: int) -> Held:
     """One row in one layer on one rank: cut over `size` ranks, experts spread over `ep`."""
     row.kind.check_size(size)
     if row.num_experts is not None and row.num_experts % ep:

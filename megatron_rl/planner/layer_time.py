@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from megatron_rl.layouts import LatentAttention, ModelArchitecture
 from megatron_rl.planner.activations import expert_tokens, tokens_per_rank
 from megatron_rl.planner.collectives import Group, exchange_seconds, ring_seconds
 from megatron_rl.planner.machine import Machine
 from megatron_rl.planner.workload import Candidate, Workload
+from megatron_rl.weight_mapping import LatentAttention, ModelArchitecture
 
 BACKWARD = 2.0
 """Products in a backward pass for each in the forward pass: by the input, and by the weight."""

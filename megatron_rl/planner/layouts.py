@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from functools import cache
 
-from megatron_rl.layouts import GroupedQueryAttention, ModelArchitecture
 from megatron_rl.topology import Layout, LayoutError
+from megatron_rl.weight_mapping import GroupedQueryAttention, ModelArchitecture
 
 CONTEXT_FROM = 16384
 """Tokens of a sequence from which cutting it over ranks is looked at: below, other ways of cutting cost less."""

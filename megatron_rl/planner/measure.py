@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron_rl.config import Config
-from megatron_rl.engine.world import World
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.planner.counts import ParameterCounts
 from megatron_rl.planner.fit import SEQUENCE, Case, fitted, predicted
 from megatron_rl.planner.machine import Machine
@@ -104,9 +104,13 @@ def measure_machine(
     cases = CASES if counts.architecture.moe else DENSE_CASES
     runs: list[list[RankMeasurement]] = [[] for _ in cases]
     for number in range(1, MOST_ROUNDS + 1):
-        unsettled = [(case, done) for case, done in zip(cases, runs, strict=True) if number <= FEWEST_ROUNDS or not _is_settled(done)]
+        unsettled = [
+            (case, done) for case, done in zip(cases, runs, strict=True) if number <= FEWEST_ROUNDS or not _is_settled(done)
+        ]
         for case, done in unsettled:
-            announce(f"round {number}, {len(unsettled)} layouts: {case.candidate.describe()}, recompute {case.candidate.recompute}")
+            announce(
+                f"round {number}, {len(unsettled)} layouts: {case.candidate.describe()}, recompute {case.candidate.recompute}"
+            )
             done.append(_run(_config_of(config, small, case.candidate), case))
     measured = [RankMeasurement(min(run.step_s for run in done), min(run.peak_bytes for run in done)) for done in runs]
     settled = [_is_settled(done) for done in runs]
@@ -124,7 +128,7 @@ def _is_settled(runs: list[RankMeasurement]) -> bool:
 
 def _run(config: Config, case: Case) -> RankMeasurement:
     """The slowest and the fullest of its ranks. Fresh processes: memory that an earlier case left behind would count as this one's."""
-    with TemporaryDirectory() as folder, World(case.candidate.layout.world_size, Path(folder) / "log") as world:
+    with TemporaryDirectory() as folder, RankPool(case.candidate.layout.world_size, Path(folder) / "log") as world:
         ranks = world.run(measure, config, case.num_sequences, SEQUENCE // 2, SEQUENCE // 2)
     return RankMeasurement(max(rank.step_s for rank in ranks), max(rank.peak_bytes for rank in ranks))
 

@@ -21,9 +21,9 @@ from megatron_rl.batching.supervised import SupervisedExample, SupervisedPlan
 from megatron_rl.config import Config
 from megatron_rl.engine import build_engine
 from megatron_rl.engine.groups import ParallelGroups, parallel_layout
-from megatron_rl.layouts import ParameterTable
 from megatron_rl.objective import Denominators, SupervisedLoss
 from megatron_rl.records import ModelContract
+from megatron_rl.weight_mapping import ParameterTable
 
 WARM_UP, STEPS = 1, 4
 _WEIGHT_STD = 0.02
@@ -70,7 +70,7 @@ class RandomWeights(Mapping[str, Tensor]):
 def measure(rank: int, config: Config, num_sequences: int, prompt_tokens: int, response_tokens: int) -> RankMeasurement:
     """Sequences are all of one length, so that every microbatch is full."""
     _own_pages_for_tensors()
-    with parallel_layout(config.parallel) as groups:
+    with parallel_layout(config.parallel_layout) as groups:
         hf_config = config.model.architecture or {}
         table = ParameterTable(hf_config)
         engine = build_engine(config, groups, hf_config, RandomWeights(table))

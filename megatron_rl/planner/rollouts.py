@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from megatron_rl.layouts import LatentAttention, ModelArchitecture, Role
 from megatron_rl.planner.collectives import Group, ring_seconds
 from megatron_rl.planner.counts import ParameterCounts
 from megatron_rl.planner.layer_time import core_attention_flops
 from megatron_rl.planner.machine import Machine
 from megatron_rl.planner.workload import GIB, Workload
+from megatron_rl.weight_mapping import LatentAttention, ModelArchitecture, Role
 
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4 / 128**2, "nvfp4": 0.5 + 1 / 16}
 """Of an element of a quantised matrix with its scales (a byte for 16 in NVFP4, 4 bytes for 128 x 128 in FP8); the rest stays in bf16."""

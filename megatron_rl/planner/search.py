@@ -107,9 +107,7 @@ def _of_each_length(work: Workload, layout: Layout) -> Iterator[Candidate]:
         yield Candidate(layout, tokens, "none")
 
 
-def _least_recomputed(
-    counts: ParameterCounts, work: Workload, machine: Machine, candidate: Candidate
-) -> tuple[Candidate, float]:
+def _least_recomputed(counts: ParameterCounts, work: Workload, machine: Machine, candidate: Candidate) -> tuple[Candidate, float]:
     """The candidate with the first recomputation that fits, and 0; with the last one and the bytes that it lacks where none does."""
     for recompute in RECOMPUTE:
         tried = candidate if recompute == candidate.recompute else replace(candidate, recompute=recompute)

@@ -185,7 +185,9 @@ def print_comparison(console: Console, comparisons: Sequence[Comparison]) -> Non
         )  # fmt: skip
     console.print(table)
     if not all(c.settled for c in comparisons):
-        console.print("* its two fastest runs do not agree: something else ran on this machine, and the measurement is worth repeating")
+        console.print(
+            "* its two fastest runs do not agree: something else ran on this machine, and the measurement is worth repeating"
+        )
 
 
 def _s(seconds: float) -> str:

@@ -160,4 +160,4 @@ def _weights_of_servers(config: Config) -> str:
 def candidate_of(config: Config) -> Candidate:
     """The layout that a configuration names."""
     trainer = config.trainer
-    return Candidate(config.parallel, trainer.max_tokens_per_microbatch, trainer.recompute, config.sequence_parallel)
+    return Candidate(config.parallel_layout, trainer.max_tokens_per_microbatch, trainer.recompute, config.sequence_parallel)

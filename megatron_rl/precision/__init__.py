@@ -5,7 +5,7 @@ quantised = quantise(matrix, amax)              # packed bytes, block scales, gl
 dequantise(quantised), fake_quantise(matrix, amax)    # the same values, to the last bit
 """
 
-from megatron_rl.precision.checkpoint import LAYOUTS, CheckpointLayout, layout_named, stored_layout
+from megatron_rl.precision.checkpoint import LAYOUTS, CheckpointFormat, format_named, stored_format
 from megatron_rl.precision.nvfp4 import (
     BLOCK,
     Nvfp4,
@@ -23,7 +23,7 @@ from megatron_rl.precision.unpacking import Unpacker
 __all__ = [
     "BLOCK",
     "LAYOUTS",
-    "CheckpointLayout",
+    "CheckpointFormat",
     "Nvfp4",
     "QuantisationError",
     "Selection",
@@ -33,10 +33,10 @@ __all__ = [
     "dequantise",
     "encoding_scale",
     "fake_quantise",
-    "layout_named",
+    "format_named",
     "quantise",
     "quantised_stream",
     "selection_of",
-    "stored_layout",
+    "stored_format",
     "wire_layout",
 ]

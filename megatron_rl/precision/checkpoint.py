@@ -20,7 +20,7 @@ _WEIGHT = "weight"
 
 
 @dataclass(frozen=True)
-class CheckpointLayout(ABC):
+class CheckpointFormat(ABC):
     """activation_amax: the magnitude that the global scale of activations comes from, for servers that quantise them, too (W4A4); None:
     weights alone (W4A16)."""
 
@@ -78,7 +78,7 @@ class CheckpointLayout(ABC):
         (model.layers.3.mlp.experts) under which all do."""
 
 
-class ModelOpt(CheckpointLayout):
+class ModelOpt(CheckpointFormat):
     """As NVIDIA's ModelOpt exports it."""
 
     packed, global_scale, input_scale = _WEIGHT, "weight_scale_2", "input_scale"
@@ -103,7 +103,7 @@ class ModelOpt(CheckpointLayout):
         }  # fmt: skip
 
 
-class CompressedTensors(CheckpointLayout):
+class CompressedTensors(CheckpointFormat):
     """As llm-compressor writes it, in its format nvfp4-pack-quantized."""
 
     packed, global_scale, input_scale = "weight_packed", "weight_global_scale", "input_global_scale"
@@ -131,16 +131,16 @@ class CompressedTensors(CheckpointLayout):
         }  # fmt: skip
 
 
-LAYOUTS: dict[str, type[CheckpointLayout]] = {"modelopt": ModelOpt, "compressed-tensors": CompressedTensors}
+LAYOUTS: dict[str, type[CheckpointFormat]] = {"modelopt": ModelOpt, "compressed-tensors": CompressedTensors}
 """By the words of the command line."""
 
 
-def layout_named(name: str) -> type[CheckpointLayout]:
+def format_named(name: str) -> type[CheckpointFormat]:
     if name not in LAYOUTS:
         raise QuantisationError(f"no layout of NVFP4 checkpoints is called {name!r}; there are {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
 
 
-def stored_layout(precision: Precision, name: str = "modelopt") -> CheckpointLayout:
+def stored_format(precision: Precision, name: str = "modelopt") -> CheckpointFormat:
     """In which servers find what a run with this configuration trains: whether they quantise activations, too, and by which scale."""
-    return layout_named(name)(precision.activation_amax if precision.activations == "nvfp4" else None)
+    return format_named(name)(precision.activation_amax if precision.activations == "nvfp4" else None)

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from megatron_rl.config.sections import Precision
-from megatron_rl.layouts import HeldParameter, Parameter, ParameterTable, Role
 from megatron_rl.precision.nvfp4 import BLOCK, QuantisationError
+from megatron_rl.weight_mapping import HeldParameter, Parameter, ParameterTable, Role
 
 ROLES = {"attention": Role.ATTENTION, "mlp": Role.MLP, "experts": Role.EXPERT}
 """By the words of the configuration."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor
 
 from megatron_rl.config.sections import Precision
-from megatron_rl.precision.checkpoint import CheckpointLayout, ModelOpt
+from megatron_rl.precision.checkpoint import CheckpointFormat, ModelOpt
 
 
 def wire_layout(precision: Precision, *, own_layers: bool) -> ModelOpt:
@@ -18,7 +18,10 @@ def wire_layout(precision: Precision, *, own_layers: bool) -> ModelOpt:
 
 
 def quantised_stream(
-    tensors: Iterable[tuple[str, Tensor | None]], group_of: Mapping[str, str], amaxes: Mapping[str, Tensor], layout: CheckpointLayout
+    tensors: Iterable[tuple[str, Tensor | None]],
+    group_of: Mapping[str, str],
+    amaxes: Mapping[str, Tensor],
+    layout: CheckpointFormat,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """`tensors` by Hugging Face names, each quantised one as its packed tensors. None (on a rank that only gathers) stays None.
 

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.conversion.model_files import read_config
-from megatron_rl.engine.world import CaseFailed, World
-from megatron_rl.layouts import ParameterTable
+from megatron_rl.engine.rank_pool import CaseFailed, RankPool
+from megatron_rl.inference.errors import ServerError
 from megatron_rl.preflight import server, stages
+from megatron_rl.preflight.faults import FAULTS, NEED_EXPERTS
 from megatron_rl.preflight.making import make_subject, small_run
-from megatron_rl.preflight.plants import NEED_EXPERTS, PLANTS
 from megatron_rl.preflight.results import CheckReport, Measurement, StageResult
 from megatron_rl.preflight.subject import Subject
 from megatron_rl.processes import ProcessError
 from megatron_rl.records import ContractError
-from megatron_rl.rollouts.errors import ServerError
+from megatron_rl.weight_mapping import ParameterTable
 
 STAGES = {
     "conversion": "Hugging Face -> Megatron -> Hugging Face, to the last bit",
@@ -40,15 +40,15 @@ def check(
 ) -> CheckReport:
     """Run all stages. ValueError where the run itself cannot be: layout and model do not fit, or nobody knows the model.
 
-    plant: a fault to plant, of PLANTS. announce: called with a line before each stage.
+    plant: a fault to plant, of FAULTS. announce: called with a line before each stage.
     """
     small = small_run(config, hf_config_of(config), expert_replicas=plant == "unreduced-expert-grad")
     _check_plant(plant, small)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # everything here runs on the CPU
     with TemporaryDirectory(prefix="megatron-rl-check-") as scratch, ExitStack() as stack:
         folder = Path(scratch)
-        many = stack.enter_context(World(small.layout.world_size, folder / "ranks.log"))
-        one = stack.enter_context(World(1, folder / "ranks.log"))
+        many = stack.enter_context(RankPool(small.layout.world_size, folder / "ranks.log"))
+        one = stack.enter_context(RankPool(1, folder / "ranks.log"))
         for world in (many, one):
             world.start()  # loads its libraries while the oracle samples
         announce("sampling sequences from transformers' model")
@@ -66,8 +66,8 @@ def check(
 def run_stages(
     subject: Subject,
     gradients: Mapping[str, Tensor],
-    one: World,
-    many: World,
+    one: RankPool,
+    many: RankPool,
     plant: str | None,
     announce: Announce = lambda line: None,
 ) -> list[StageResult]:
@@ -91,11 +91,11 @@ def hf_config_of(config: Config) -> dict[str, Any]:
 def _check_plant(plant: str | None, small: Config) -> None:
     if plant is None:
         return
-    if plant not in PLANTS:
-        raise ConfigError(f"--plant {plant}: no such fault; known are {', '.join(PLANTS)}")
+    if plant not in FAULTS:
+        raise ConfigError(f"--plant {plant}: no such fault; known are {', '.join(FAULTS)}")
     if plant in NEED_EXPERTS and ParameterTable(small.model.architecture or {}).architecture.moe is None:
         raise ConfigError(
-            f"--plant {plant}: the model has no experts; plant one of {', '.join(p for p in PLANTS if p not in NEED_EXPERTS)}"
+            f"--plant {plant}: the model has no experts; plant one of {', '.join(p for p in FAULTS if p not in NEED_EXPERTS)}"
         )
 
 

@@ -7,19 +7,19 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl.config import Config
-from megatron_rl.layouts import ParameterTable, Placement
 from megatron_rl.preflight.oracle import Oracle, check_known_to_transformers
 from megatron_rl.preflight.sequences import sample_sequences, supervised_loss, write_plan
 from megatron_rl.preflight.shrink import SAMPLING, shrunk_config, shrunk_layout, shrunk_model, with_expert_replicas
 from megatron_rl.preflight.subject import PLAIN, REPLAYED, Expected, Subject
 from megatron_rl.preflight.weights import write_random_weights
 from megatron_rl.records import Sampling
+from megatron_rl.weight_mapping import ParameterTable, Placement
 
 
 def small_run(config: Config, hf_config: Mapping[str, Any], *, expert_replicas: bool) -> Config:
     """The run to check. ValueError where the user's own layout does not fit the user's own model, or nobody knows the model."""
     check_known_to_transformers(hf_config)
-    layout = config.parallel
+    layout = config.parallel_layout
     Placement(ParameterTable(hf_config, padded_vocab_size=layout.padded_vocab_size(hf_config["vocab_size"])), layout)
     small = shrunk_layout(layout)
     return shrunk_config(config, shrunk_model(hf_config, layout), with_expert_replicas(small) if expert_replicas else small)

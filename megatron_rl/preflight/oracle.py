@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_rl.conversion.model_files import read_config
-from megatron_rl.layouts import ParameterTable, UnknownFamilyError, family_of
+from megatron_rl.weight_mapping import ParameterTable, UnknownFamilyError, family_of
 
 
 class Choices(TorchFunctionMode):

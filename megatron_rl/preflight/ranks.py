@@ -14,10 +14,10 @@ from torch import Tensor
 from megatron_rl.batching import Microbatch, Spool, microbatches_for
 from megatron_rl.config import Config
 from megatron_rl.engine import build_engine
-from megatron_rl.engine.gather import HfTensors
 from megatron_rl.engine.groups import ParallelGroups, parallel_layout, set_determinism
+from megatron_rl.engine.weight_export import HfTensors
 from megatron_rl.objective import Denominators, PolicyLoss, SupervisedLoss
-from megatron_rl.preflight.plants import planted
+from megatron_rl.preflight.faults import planted
 from megatron_rl.preflight.subject import PLAIN, REPLAYED, Scores, Subject
 from megatron_rl.records import StepPlan
 from megatron_rl.weight_sync import GlooSender, ServerAddress, update_servers
@@ -82,7 +82,7 @@ class Run:
 def opened(subject: Subject, config: Config, plant: str | None) -> Iterator[Run]:
     """A fresh engine at the config's layout. Determinism is as the config wants it."""
     set_determinism(config.run.deterministic)
-    with planted(plant), parallel_layout(config.parallel) as groups:
+    with planted(plant), parallel_layout(config.parallel_layout) as groups:
         run = Run(subject, config, groups)
         with closing(run.engine):
             yield run

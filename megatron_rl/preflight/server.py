@@ -11,20 +11,20 @@ from dataclasses import replace
 import httpx
 import numpy as np
 
-from megatron_rl.engine.world import World
-from megatron_rl.layouts import GroupedQueryAttention
+from megatron_rl.engine.rank_pool import RankPool
+from megatron_rl.inference.sampled_model import SampledModel, read_sampled_model
+from megatron_rl.inference.vllm.client import VllmClient
+from megatron_rl.inference.vllm.server import server_command
 from megatron_rl.preflight import ranks
-from megatron_rl.preflight.plants import planted
+from megatron_rl.preflight.faults import planted
 from megatron_rl.preflight.results import Measurement
 from megatron_rl.preflight.sequences import write_plan
 from megatron_rl.preflight.shrink import SAMPLING
 from megatron_rl.preflight.subject import Subject
 from megatron_rl.processes import Child, Command, ProcessError, free_ports, stop_all
 from megatron_rl.records import Rollout, Sampling, check_rollout
-from megatron_rl.rollouts.client import VllmClient
 from megatron_rl.rollouts.episode import EpisodeRules, run_episode
-from megatron_rl.rollouts.sampled_model import SampledModel, read_sampled_model
-from megatron_rl.rollouts.server import server_command
+from megatron_rl.weight_mapping import GroupedQueryAttention
 from megatron_rl.wire.access import KEY_VARIABLE
 
 VERSION = 1
@@ -64,7 +64,7 @@ def running_server(subject: Subject) -> Iterator[Child]:
         stop_all([child], grace_s=5.0)
 
 
-def sync(subject: Subject, many: World, server: Child, plant: str | None) -> list[Measurement]:
+def sync(subject: Subject, many: RankPool, server: Child, plant: str | None) -> list[Measurement]:
     """Every rank's weights into the server, then what the server samples against what the ranks score."""
     url, key = url_of(server), server.command.env[KEY_VARIABLE]
     _wait_until_healthy(server, url)

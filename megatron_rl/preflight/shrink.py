@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config import Config
-from megatron_rl.layouts import ParameterTable, family_of
 from megatron_rl.records import Sampling
 from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping import ParameterTable, family_of
 
 NUM_LAYERS = 4
 """One for each chunk of two interleaved stages."""

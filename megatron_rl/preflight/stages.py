@@ -11,12 +11,12 @@ from torch import Tensor
 
 from megatron_rl.config import Config
 from megatron_rl.conversion import HfCheckpoint, hf_tensors, hf_to_megatron, megatron_to_hf
-from megatron_rl.engine.world import World
-from megatron_rl.layouts import HeldParameter, Placement, TensorMismatchError
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.preflight import ranks
-from megatron_rl.preflight.plants import planted
+from megatron_rl.preflight.faults import planted
 from megatron_rl.preflight.results import Measurement
 from megatron_rl.preflight.subject import PLAIN, REPLAYED, Scores, Subject
+from megatron_rl.weight_mapping import HeldParameter, Placement, TensorMismatchError
 
 LOG_PROB = 2e-5
 """Absolute. Logits of size 10 after four layers carry some 1e-6 each, on either side of a difference."""
@@ -33,7 +33,7 @@ KEPT_MASS = 1e-3
 """The mass that top-p cuts off is at least this, or nothing could be said of keep-sets."""
 
 
-def conversion(subject: Subject, many: World, plant: str | None) -> list[Measurement]:
+def conversion(subject: Subject, many: RankPool, plant: str | None) -> list[Measurement]:
     """Hugging Face to Megatron and back, to the last bit: through checkpoints, each rank's shards, and running ranks."""
     given = dict(subject.weights())
     with planted(plant):
@@ -45,7 +45,7 @@ def conversion(subject: Subject, many: World, plant: str | None) -> list[Measure
     ]
 
 
-def forward(subject: Subject, expected_gradients: Mapping[str, Tensor], one: World, plant: str | None) -> list[Measurement]:
+def forward(subject: Subject, expected_gradients: Mapping[str, Tensor], one: RankPool, plant: str | None) -> list[Measurement]:
     """One rank of ours in fp32 against transformers in fp64, over keep-sets, experts as the routers choose."""
     found = one.run(ranks.forward, subject, _on_one_rank(subject), plant)[0]
     wanted = subject.expected[PLAIN]
@@ -60,7 +60,7 @@ def forward(subject: Subject, expected_gradients: Mapping[str, Tensor], one: Wor
     ]
 
 
-def layout(subject: Subject, one: World, many: World, plant: str | None) -> list[Measurement]:
+def layout(subject: Subject, one: RankPool, many: RankPool, plant: str | None) -> list[Measurement]:
     """The user's layout against one rank without recomputation: the run's own objective, both replays, one optimizer step."""
     wanted = one.run(ranks.step, subject, _on_one_rank(subject), plant)[0]
     answers = many.run(ranks.step, subject, subject.config, plant)
@@ -80,7 +80,7 @@ def layout(subject: Subject, one: World, many: World, plant: str | None) -> list
     ]
 
 
-def replay(subject: Subject, many: World, plant: str | None) -> list[Measurement]:
+def replay(subject: Subject, many: RankPool, plant: str | None) -> list[Measurement]:
     """The user's layout against what was recorded; and that each replay is what makes them agree."""
     answers = many.run(ranks.replays, subject, subject.config, plant)
 

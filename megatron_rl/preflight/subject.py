@@ -9,8 +9,8 @@ import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.conversion import HfCheckpoint
-from megatron_rl.layouts import ParameterTable
 from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping import ParameterTable
 
 PLAIN, REPLAYED = 0, 1
 """Numbers of the plans: experts as the routers choose, temperature 1; and random experts forced, another temperature."""
@@ -45,7 +45,7 @@ class Subject:
 
     @property
     def layout(self) -> Layout:
-        return self.config.parallel
+        return self.config.parallel_layout
 
     @property
     def table(self) -> ParameterTable:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.conversion import write_hf_checkpoint
-from megatron_rl.layouts import ParameterTable, Role
+from megatron_rl.weight_mapping import ParameterTable, Role
 
 _VOCABULARY_SCALE = 3.5
 """Logits of this standard deviation at temperature 1: keep-sets from singletons to wide ones."""

@@ -6,9 +6,9 @@ from megatron_rl.processes.child import (
     Command,
     Process,
     ProcessError,
-    dying_with_me,
     end_forks_with_me,
-    hear_no_sigterm,
+    ignore_sigterm,
+    kill_with_parent,
     log_tail,
     stop_all,
 )
@@ -17,6 +17,6 @@ from megatron_rl.processes.ports import PortError, check_host, check_port, free_
 
 __all__ = [
     "AddressError", "Child", "Command", "Nodes", "PortError", "Process", "ProcessError", "RemoteProcess", "address_of_interface",
-    "address_of_this_host", "check_host", "check_port", "dying_with_me", "end_forks_with_me", "free_ports", "hear_no_sigterm", "interface_of", "log_tail",
+    "address_of_this_host", "check_host", "check_port", "kill_with_parent", "end_forks_with_me", "free_ports", "ignore_sigterm", "interface_of", "log_tail",
     "stop_all",
 ]  # fmt: skip

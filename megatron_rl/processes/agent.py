@@ -89,7 +89,9 @@ class Agent:
     async def _start(self, order: StartOrder) -> None:
         environment = {**order.env, ADDRESS_VARIABLE: self._address}
         try:
-            self._children[order.process] = Child(Command(order.name, order.argv, Path(order.log_file), environment, order.ends_by))
+            self._children[order.process] = Child(
+                Command(order.name, order.argv, Path(order.log_file), environment, order.stop_signal)
+            )
         except ProcessError as error:
             logger.error("%s", error)
             Path(order.log_file).write_text(f"{error}\n")

@@ -23,9 +23,9 @@ class Command:
     argv: Sequence[str]
     log_file: Path
     env: Mapping[str, str] = field(default_factory=dict)
-    ends_by: int = signal.SIGTERM
+    stop_signal: int = signal.SIGTERM
     """The signal that ends it. With another one than SIGTERM it does not hear SIGTERM, which a batch system sends to every process of a job
-    that is cancelled or preempted, and which one process has to answer for all; the program calls `hear_no_sigterm` as it begins."""
+    that is cancelled or preempted, and which one process has to answer for all; the program calls `ignore_sigterm` as it begins."""
 
 
 class ProcessError(RuntimeError):
@@ -68,10 +68,12 @@ class Child:
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **command.env},
                     start_new_session=True,
-                    preexec_fn=dying_with_me(command.ends_by),  # noqa: PLW1509 - a few system calls, no lock
+                    preexec_fn=kill_with_parent(command.stop_signal),  # noqa: PLW1509 - a few system calls, no lock
                 )
             except OSError as error:
-                raise ProcessError(f"{command.name}: could not be started ({error}); its command was {' '.join(command.argv)}") from error
+                raise ProcessError(
+                    f"{command.name}: could not be started ({error}); its command was {' '.join(command.argv)}"
+                ) from error
 
     @property
     def name(self) -> str:
@@ -94,7 +96,7 @@ class Child:
     def terminate(self) -> None:
         """Ask the process (not its children: they are its own business) to end."""
         if self.poll() is None:
-            self._process.send_signal(self.command.ends_by)
+            self._process.send_signal(self.command.stop_signal)
 
     def kill(self) -> None:
         """End whatever is left of its session, also children that outlived it."""
@@ -105,7 +107,11 @@ class Child:
     def failure(self) -> str:
         """Why it ended, for a person: name, status, the last lines of its log."""
         status = self.poll()
-        how = f"was ended by signal {-status} ({signal.Signals(-status).name})" if status is not None and status < 0 else f"ended with status {status}"
+        how = (
+            f"was ended by signal {-status} ({signal.Signals(-status).name})"
+            if status is not None and status < 0
+            else f"ended with status {status}"
+        )
         return f"{self.name} {how}; the end of {self.command.log_file}:\n{log_tail(self.command.log_file)}"
 
 
@@ -132,8 +138,8 @@ def log_tail(path: Path, num_lines: int = 15) -> str:
     return "\n".join(f"  {line}" for line in lines[-num_lines:])
 
 
-def hear_no_sigterm() -> None:
-    """To be called by a program whose Command has another ends_by: what it starts, such as a reward's own processes, ends by SIGTERM again,
+def ignore_sigterm() -> None:
+    """To be called by a program whose Command has another stop_signal: what it starts, such as a reward's own processes, ends by SIGTERM again,
     which an ignored signal would not be."""
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
         return  # started by hand
@@ -156,16 +162,16 @@ def end_forks_with_me() -> None:
     os.register_at_fork(before=remember, after_in_child=follow)
 
 
-def dying_with_me(ends_by: int = signal.SIGTERM) -> Callable[[], None]:
-    """For subprocess' preexec_fn: the kernel sends the child this signal when this process dies; see Command.ends_by."""
+def kill_with_parent(stop_signal: int = signal.SIGTERM) -> Callable[[], None]:
+    """For subprocess' preexec_fn: the kernel sends the child this signal when this process dies; see Command.stop_signal."""
     parent = os.getpid()
 
     def between_fork_and_exec() -> None:
         # A handler of the parent's (asyncio's) would swallow the one signal that the kernel sends, were the parent to die before exec.
-        signal.signal(ends_by, signal.SIG_DFL)
-        if ends_by != signal.SIGTERM:
+        signal.signal(stop_signal, signal.SIG_DFL)
+        if stop_signal != signal.SIGTERM:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _LIBC.prctl(_PR_SET_PDEATHSIG, ends_by)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, stop_signal)
         if os.getppid() != parent:  # the parent died before prctl
             os._exit(1)
 

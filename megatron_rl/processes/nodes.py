@@ -108,7 +108,12 @@ class Nodes:
         """Have the agent start it; what cannot be started ends at once, with the reason in its log."""
         process = RemoteProcess(self, node, len(self._processes), command)
         self._processes[process.key] = process
-        self.order(node, StartOrder(process.key, command.name, tuple(command.argv), str(command.log_file), int(command.ends_by), dict(command.env)))
+        self.order(
+            node,
+            StartOrder(
+                process.key, command.name, tuple(command.argv), str(command.log_file), int(command.stop_signal), dict(command.env)
+            ),
+        )
         return process
 
     def order(self, node: Node, order: StartOrder | StopOrder) -> None:

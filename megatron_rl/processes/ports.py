@@ -30,7 +30,9 @@ def check_host(host: str, wanted_for: str) -> None:
     try:
         check_port(host, 0, wanted_for)
     except PortError as error:
-        raise PortError(f"{wanted_for} = '{host}': not an address of this machine ({error.__cause__}); 127.0.0.1 is one") from error
+        raise PortError(
+            f"{wanted_for} = '{host}': not an address of this machine ({error.__cause__}); 127.0.0.1 is one"
+        ) from error
 
 
 def check_port(host: str, port: int, wanted_for: str) -> None:
@@ -40,4 +42,6 @@ def check_port(host: str, port: int, wanted_for: str) -> None:
         try:
             s.bind((host, port))
         except OSError as error:
-            raise PortError(f"{wanted_for}: {host}:{port} cannot be listened on ({error.strerror}); choose another, or 0 for a free one") from error
+            raise PortError(
+                f"{wanted_for}: {host}:{port} cannot be listened on ({error.strerror}); choose another, or 0 for a free one"
+            ) from error

@@ -14,7 +14,16 @@ from safetensors.numpy import save
 from megatron_rl.config.sampling import Sampling
 from megatron_rl.records.rollout import Rollout
 
-_ARRAYS = ("prompt_ids", "completion_ids", "logprobs", "keep_ids", "keep_offsets", "routed_experts", "policy_versions", "loss_mask")
+_ARRAYS = (
+    "prompt_ids",
+    "completion_ids",
+    "logprobs",
+    "keep_ids",
+    "keep_offsets",
+    "routed_experts",
+    "policy_versions",
+    "loss_mask",
+)
 _DTYPES = {
     "prompt_ids": np.int32, "completion_ids": np.int32, "logprobs": np.float32, "keep_ids": np.int32, "keep_offsets": np.int64, "policy_versions": np.int32,
     "loss_mask": np.bool_,
@@ -32,7 +41,9 @@ def write_payload(path: Path, rollouts: Sequence[Rollout]) -> int:
         for name in _ARRAYS:
             array = getattr(r, name)
             tensors[f"{i}.{name}"] = np.ascontiguousarray(array, dtype=_DTYPES.get(name, array.dtype))
-        scalars.append({"uid": r.uid, "sampling": asdict(r.sampling), "finish_reason": r.finish_reason, "reward": float(r.reward)})
+        scalars.append(
+            {"uid": r.uid, "sampling": asdict(r.sampling), "finish_reason": r.finish_reason, "reward": float(r.reward)}
+        )
     data = save(tensors, metadata={"rollouts": json.dumps(scalars)})
     write_atomically(path, data)
     return len(data)
@@ -72,7 +83,9 @@ class Payload:
             arrays = {name: self._file.get_tensor(f"{index}.{name}") for name in _ARRAYS if name != "routed_experts"}
             return Rollout(**scalars, **arrays, routed_experts=self._routes(index, moe_layers))
         except SafetensorError as error:
-            raise PayloadError(f"{self.path}: record {index} lacks an array or a MoE layer that was asked for ({error})") from error
+            raise PayloadError(
+                f"{self.path}: record {index} lacks an array or a MoE layer that was asked for ({error})"
+            ) from error
 
     def _routes(self, index: int, moe_layers: Sequence[int] | None) -> np.ndarray:
         if moe_layers is None:

@@ -76,7 +76,12 @@ def _check_tokens(r: Rollout, contract: ModelContract) -> None:
         _refuse(r, None, f"{len(r.prompt_ids)} prompt and {num_completion} completion tokens", "both are at least one token long")
     for name in ("logprobs", "policy_versions", "loss_mask"):
         if getattr(r, name).shape != (num_completion,):
-            _refuse(r, None, f"{name} of shape {getattr(r, name).shape}", f"{name} has one entry for each of the {num_completion} completion tokens")
+            _refuse(
+                r,
+                None,
+                f"{name} of shape {getattr(r, name).shape}",
+                f"{name} has one entry for each of the {num_completion} completion tokens",
+            )
     for name in ("prompt_ids", "completion_ids"):
         ids = getattr(r, name)
         bad = (ids < 0) | (ids >= contract.vocab_size)
@@ -86,7 +91,9 @@ def _check_tokens(r: Rollout, contract: ModelContract) -> None:
     if bad.any():
         _refuse(r, _first(bad), f"log-prob {r.logprobs[_first(bad)]}", "log-probs are finite and at most 0")
     if (r.policy_versions < 0).any() or (np.diff(r.policy_versions) < 0).any():
-        _refuse(r, None, f"policy versions {r.policy_versions.tolist()}", "versions are at least 0 and never fall within a sequence")
+        _refuse(
+            r, None, f"policy versions {r.policy_versions.tolist()}", "versions are at least 0 and never fall within a sequence"
+        )
     if not np.isfinite(r.reward):
         _refuse(r, None, f"reward {r.reward}", "the reward is a finite number")
 
@@ -95,20 +102,36 @@ def check_keep_sets(r: Rollout, vocab_size: int) -> None:
     """The contract of the keep-sets alone: shape, range, no repetition, the sampled token inside, no torn pairs."""
     sizes = r.set_sizes
     num_completion = len(r.completion_ids)
-    offsets_fit = r.keep_offsets.shape == (num_completion + 1,) and r.keep_offsets[0] == 0 and r.keep_offsets[-1] == len(r.keep_ids)
+    offsets_fit = (
+        r.keep_offsets.shape == (num_completion + 1,) and r.keep_offsets[0] == 0 and r.keep_offsets[-1] == len(r.keep_ids)
+    )
     if not offsets_fit or (sizes < 0).any():
-        _refuse(r, None, f"keep_offsets of shape {r.keep_offsets.shape} for {len(r.keep_ids)} ids", "offsets rise from 0 to the number of ids, one step a completion token")
+        _refuse(
+            r,
+            None,
+            f"keep_offsets of shape {r.keep_offsets.shape} for {len(r.keep_ids)} ids",
+            "offsets rise from 0 to the number of ids, one step a completion token",
+        )
     wanted = r.loss_mask & r.sampling.truncates
     torn = (sizes > 0) != wanted
     if torn.any():
         t = _first(torn)
-        found = f"a log-prob without a keep-set (log-prob {r.logprobs[t]})" if wanted[t] else f"a keep-set of {sizes[t]} ids where none belongs"
+        found = (
+            f"a log-prob without a keep-set (log-prob {r.logprobs[t]})"
+            if wanted[t]
+            else f"a keep-set of {sizes[t]} ids where none belongs"
+        )
         _refuse(r, t, found, "a token has a keep-set exactly when the policy sampled it from a truncated distribution")
     owner = np.repeat(np.arange(num_completion), sizes)
     bad = (r.keep_ids < 0) | (r.keep_ids >= vocab_size)
     if bad.any():
         i = _first(bad)
-        _refuse(r, int(owner[i]), f"keep id {r.keep_ids[i]}", f"kept ids lie in 0..{vocab_size - 1}, the vocabulary without its padding")
+        _refuse(
+            r,
+            int(owner[i]),
+            f"keep id {r.keep_ids[i]}",
+            f"kept ids lie in 0..{vocab_size - 1}, the vocabulary without its padding",
+        )
     key = np.sort(owner.astype(np.int64) * vocab_size + r.keep_ids)
     repeated = key[1:] == key[:-1]
     if repeated.any():
@@ -120,14 +143,18 @@ def check_keep_sets(r: Rollout, vocab_size: int) -> None:
     if bad.any():
         t = _first(bad)
         kept = r.keep_ids[r.keep_offsets[t] : r.keep_offsets[t + 1]]
-        _refuse(r, t, f"token {r.completion_ids[t]} sampled from the set {kept[:8].tolist()}", "the sampled token is in its keep-set")
+        _refuse(
+            r, t, f"token {r.completion_ids[t]} sampled from the set {kept[:8].tolist()}", "the sampled token is in its keep-set"
+        )
 
 
 def _check_routes(r: Rollout, contract: ModelContract) -> None:
     routes = r.routed_experts
     shape = (r.num_tokens - 1, contract.num_moe_layers, contract.experts_per_token)
     if routes.shape != shape:
-        _refuse(r, None, f"routes of shape {routes.shape}", f"routes have shape [tokens - 1, MoE layers, experts per token] = {shape}")
+        _refuse(
+            r, None, f"routes of shape {routes.shape}", f"routes have shape [tokens - 1, MoE layers, experts per token] = {shape}"
+        )
     if routes.dtype not in (np.uint8, np.uint16):
         _refuse(r, None, f"routes of dtype {routes.dtype}", "routes are uint8 or uint16")
     if routes.dtype == np.uint8 and contract.num_experts > 256:
@@ -140,7 +167,9 @@ def _check_routes(r: Rollout, contract: ModelContract) -> None:
     repeated = ordered[..., 1:] == ordered[..., :-1]
     if repeated.any():
         t, layer, k = np.argwhere(repeated)[0]
-        _refuse(r, int(t), f"expert {ordered[t, layer, k]} twice in MoE layer {layer}", "a token goes to each of its experts once")
+        _refuse(
+            r, int(t), f"expert {ordered[t, layer, k]} twice in MoE layer {layer}", "a token goes to each of its experts once"
+        )
 
 
 def check_keep_mass(uid: str, keep_offsets: np.ndarray, keep_logprobs: np.ndarray, tolerance: float) -> None:

@@ -67,7 +67,9 @@ def _names(folders: Sequence[RunFolder]) -> list[str]:
 
 def _rows(folder: RunFolder, remark: Callable[[str], None]) -> list[Row]:
     if not folder.config_file.exists() or not folder.metrics_file.exists():
-        raise ReportError(f"{folder.path}: no run lies here (config.toml and metrics.jsonl are wanted); give the folder of a run, for example runs/NAME")
+        raise ReportError(
+            f"{folder.path}: no run lies here (config.toml and metrics.jsonl are wanted); give the folder of a run, for example runs/NAME"
+        )
     rows = read_rows(folder.metrics_file)
     if damaged := damaged_lines(folder.metrics_file):
         remark(f"{folder.metrics_file}: {len(damaged)} lines are no whole row, the first is line {damaged[0]}; they are left out")

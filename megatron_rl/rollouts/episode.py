@@ -15,9 +15,9 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_rl.inference.errors import PromptError
+from megatron_rl.inference.vllm.completion import Completion
 from megatron_rl.records import Rollout, Sampling
-from megatron_rl.rollouts.completion import Completion
-from megatron_rl.rollouts.errors import PromptError
 
 Reply = Callable[[list[dict[str, str]]], Awaitable[str | None]]
 """What the environment says after the turns so far ({role, content}, the prompt first); None ends the episode."""

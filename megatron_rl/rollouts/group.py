@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_rl.config import Config
+from megatron_rl.inference.errors import PromptError, ServerError
+from megatron_rl.inference.sampled_model import SampledModel
+from megatron_rl.inference.vllm.client import VllmClient
 from megatron_rl.records import (
     ContractError,
     GroupResult,
@@ -21,10 +24,7 @@ from megatron_rl.records import (
     check_rollout,
     write_payload,
 )
-from megatron_rl.rollouts.client import VllmClient
 from megatron_rl.rollouts.episode import EpisodeRules, run_episode
-from megatron_rl.rollouts.errors import PromptError, ServerError
-from megatron_rl.rollouts.sampled_model import SampledModel
 from megatron_rl.tasks import RewardError, Task, TaskError, TextEncoder
 
 T = TypeVar("T")

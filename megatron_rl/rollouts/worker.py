@@ -22,10 +22,10 @@ from typing import TypeVar
 import httpx
 
 from megatron_rl.config import ConfigError, RunFolder
-from megatron_rl.processes import hear_no_sigterm
+from megatron_rl.inference.sampled_model import read_sampled_model
+from megatron_rl.processes import ignore_sigterm
 from megatron_rl.records import GroupTask
 from megatron_rl.rollouts.group import GroupSampler
-from megatron_rl.rollouts.sampled_model import read_sampled_model
 from megatron_rl.tasks import TaskError, TextEncoder, load_task
 from megatron_rl.wire.access import KeyMissingError, key_from_environment, with_key
 from megatron_rl.wire.control import Ack, GroupReport, WorkOrder, WorkRequest, decode, encode
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--orchestrator", required=True, metavar="URL")
     parser.add_argument("--name", default=f"{socket.gethostname()}-{os.getpid()}")
     args = parser.parse_args(argv)
-    hear_no_sigterm()
+    ignore_sigterm()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
     try:

@@ -56,7 +56,9 @@ def _item(file: Path, number: int, line: str, needs_answer: bool) -> Item:
             remedy = " (a reward of your own, task.reward, can do without one)" if key == "answer" else ""
             raise TaskError(f"{where}: '{key}' is {entry.get(key)!r}; it has to be a string{remedy}")
         if isinstance(entry.get(key), str) and not _is_text(entry[key]):
-            raise TaskError(f"{where}: '{key}' holds half of a surrogate pair, such as \\ud83d alone, which is no character; take it out")
+            raise TaskError(
+                f"{where}: '{key}' holds half of a surrogate pair, such as \\ud83d alone, which is no character; take it out"
+            )
     return Item(fields=entry, solution=entry.get("solution"), entry=entry)
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from megatron_rl.config import RunFolder
-from megatron_rl.processes import end_forks_with_me, hear_no_sigterm
+from megatron_rl.processes import end_forks_with_me, ignore_sigterm
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
     arguments = parser.parse_args()
-    hear_no_sigterm()
+    ignore_sigterm()
     end_forks_with_me()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request otherwise

@@ -32,7 +32,9 @@ class StepComparison:
     def text(self) -> str:
         """One line for a person, and one for each metric that differs."""
         lines = [f"step {self.step}: {'equal' if self.equal else 'DIFFERS'}; {self._tensors()}; {self._metrics()}"]
-        lines += [f"    {name}: {recorded!r} recorded, {replayed!r} replayed" for name, (recorded, replayed) in self.metrics.items()]
+        lines += [
+            f"    {name}: {recorded!r} recorded, {replayed!r} replayed" for name, (recorded, replayed) in self.metrics.items()
+        ]
         return "\n".join(lines)
 
     def _tensors(self) -> str:
@@ -45,12 +47,18 @@ class StepComparison:
         return f"the first tensor that differs is {self.first.name} on rank {self.first.rank}{by}{others}"
 
     def _metrics(self) -> str:
-        return f"{len(self.metrics)} of {self.num_metrics} metrics differ" if self.metrics else f"{self.num_metrics} metrics are the same"
+        return (
+            f"{len(self.metrics)} of {self.num_metrics} metrics differ"
+            if self.metrics
+            else f"{self.num_metrics} metrics are the same"
+        )
 
 
 def differing_metrics(recorded: Mapping[str, float], replayed: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     """Of the names in both, those whose values are not the same to the bit. A NaN is recorded as such, and equals a NaN."""
-    return {name: (recorded[name], value) for name, value in replayed.items() if name in recorded and not _same(recorded[name], value)}
+    return {
+        name: (recorded[name], value) for name, value in replayed.items() if name in recorded and not _same(recorded[name], value)
+    }
 
 
 def comparable(metrics: Mapping[str, float]) -> dict[str, float]:

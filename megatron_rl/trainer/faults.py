@@ -45,7 +45,7 @@ class RankFaultError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class StackLocation:
     """Where the main thread of a rank stands."""
 
     place: str
@@ -63,7 +63,7 @@ class FaultWatch:
         # A client of its own: the first one may be waiting for a key.
         self._own = dist.PrefixStore("faults", store.clone())
         self._main = threading.current_thread()
-        self._failed_at: Whereabouts | None = None
+        self._failed_at: StackLocation | None = None
         self._answered = 0
         self._silent: set[int] = set()
         self._fault = ""
@@ -146,7 +146,7 @@ class FaultWatch:
 
 
 @contextmanager
-def ending_together(store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
+def fail_together(store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
     """For the length of the block, a fault of one rank is one of all. Raises RankFaultError from whatever the block raised.
 
     All ranks leave the block together: afterwards none looks for another.
@@ -171,7 +171,7 @@ def is_of_a_collective(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error).lower())
 
 
-def _standing(stack: Sequence[traceback.FrameSummary]) -> Whereabouts:
+def _standing(stack: Sequence[traceback.FrameSummary]) -> StackLocation:
     """stack: outermost frame first. The operation is the outermost call into torch.distributed of those at its end."""
     inside = len(stack)
     while inside and _OF_TORCH in stack[inside - 1].filename:
@@ -180,7 +180,7 @@ def _standing(stack: Sequence[traceback.FrameSummary]) -> Whereabouts:
     waits = bool(operations) or any(word in (stack[-1].line or "") for word in _WAITS)
     caller = next((frame for frame in reversed(stack[:inside]) if _is_the_programs(frame.filename)), stack[inside - 1])
     innermost = operations[0] if operations else f"{stack[-1].name} ({_place(stack[-1])})"
-    return Whereabouts(f"{innermost}, in {caller.name} ({_place(caller)})", waits)
+    return StackLocation(f"{innermost}, in {caller.name} ({_place(caller)})", waits)
 
 
 def _is_the_programs(file: str) -> bool:
@@ -209,5 +209,5 @@ def _text(store: dist.Store, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def _read(store: dist.Store, key: str) -> Whereabouts | None:
-    return decode(store.get(key), Whereabouts) if store.check([key]) else None
+def _read(store: dist.Store, key: str) -> StackLocation | None:
+    return decode(store.get(key), StackLocation) if store.check([key]) else None

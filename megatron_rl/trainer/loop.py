@@ -1,9 +1,9 @@
 """The training loop. Rank 0 asks for orders and shares them; every rank does the same with its share of model and batch.
 
-    begin ──▶ order ──▶ sync   bring servers to this version, then probe them
-                │──▶ train  plan ──▶ this rank's microbatches ──▶ update(s) ──▶ report
-                │──▶ save   a checkpoint, made whole by the orchestrator
-                └──▶ stop   export, leave
+begin ──▶ order ──▶ sync   bring servers to this version, then probe them
+            │──▶ train  plan ──▶ this rank's microbatches ──▶ update(s) ──▶ report
+            │──▶ save   a checkpoint, made whole by the orchestrator
+            └──▶ stop   export, leave
 """
 
 import logging
@@ -22,12 +22,12 @@ from megatron_rl.engine.optimizer import learning_rate
 from megatron_rl.metrics import Metric, merge, to_floats
 from megatron_rl.objective import Denominators, PolicyLoss
 from megatron_rl.records import StepPlan, write_scores
-from megatron_rl.trainer.faults import ending_together
+from megatron_rl.trainer.faults import fail_together
 from megatron_rl.trainer.fingerprint import Fingerprint, checksums
 from megatron_rl.trainer.model_folder import assembly_options, open_model
 from megatron_rl.trainer.probe import Prober
 from megatron_rl.trainer.publisher import Publisher
-from megatron_rl.trainer.ranks import gather, gather_on_first, meet, share, the_rank
+from megatron_rl.trainer.ranks import broadcast_object, gather, gather_object, rendezvous, the_rank
 from megatron_rl.trainer.saving import load_checkpoint, save_checkpoint, write_policy
 from megatron_rl.trainer.scored import KeepsLogProbs, completion_scores, shown_entries, step_ratio_quantiles
 from megatron_rl.trainer.set_sizes import set_size_counts, set_size_quantiles
@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 def train(folder: RunFolder, resume: bool) -> None:
     """The whole life of a trainer rank."""
     config, steering = folder.config(), steering_from_environment()
-    store = meet(steering, config.trainer.collective_timeout_s)
-    with ending_together(store, the_rank(), config.layout.world_size):
+    store = rendezvous(steering, config.trainer.collective_timeout_s)
+    with fail_together(store, the_rank(), config.layout.world_size):
         trainer = Trainer(folder, config, store, steering if the_rank() == 0 else None)
         latest = folder.latest_checkpoint() if resume else None
         trainer.begin(latest[1] if latest else None)
@@ -102,7 +102,7 @@ class Trainer:
 
     def next_order(self) -> Order:
         """Rank 0 asks; all do the same. A wait is shared too, so that no rank waits in a collective for longer than one question."""
-        while (order := share(self.steering and self.steering.next_order(self.step))).kind == "wait":
+        while (order := broadcast_object(self.steering and self.steering.next_order(self.step))).kind == "wait":
             pass
         return order
 
@@ -136,14 +136,20 @@ class Trainer:
         keeping = [KeepsLogProbs(self.loss) for _ in parts]
         updates = [
             self.engine.train_step(
-                batch, loss, Denominators.of(part), step=self.step, learning_rate=rate, old_logprobs=of_old, reference_logprobs=of_reference
+                batch,
+                loss,
+                Denominators.of(part),
+                step=self.step,
+                learning_rate=rate,
+                old_logprobs=of_old,
+                reference_logprobs=of_reference,
             )
             for part, batch, loss, of_old, of_reference in zip(parts, batches, keeping, old, reference, strict=True)
         ]
         metrics = _over_updates(updates)
         updated = time.perf_counter()
         self.scores = self._shown_scores(parts, batches, keeping)
-        metrics |= step_ratio_quantiles(keeping, self._speaks_of_loss, self.groups.device) | self._set_sizes(batches)
+        metrics |= step_ratio_quantiles(keeping, self._is_loss_reporting_rank, self.groups.device) | self._set_sizes(batches)
         metrics["own_s"] += time.perf_counter() - updated
         if self.config.fingerprints:
             metrics["fingerprint_s"] = self._take_fingerprint()
@@ -172,14 +178,16 @@ class Trainer:
             fault = f"rank {self.groups.rank}: {error}"
         self._assemble_s += time.perf_counter() - began
         if faults := [text for text in gather(fault) if text]:
-            raise BatchError(f"the batch of step {part.step} cannot be read: {'; '.join(faults)}; --resume draws it anew where a file is not whole")
+            raise BatchError(
+                f"the batch of step {part.step} cannot be read: {'; '.join(faults)}; --resume draws it anew where a file is not whole"
+            )
         return batch
 
     def _check_loaded(self, checkpoint: Path) -> None:
         """Against the checksums of the step that it was saved after, where they were recorded at this layout: a byte that a disk has
         changed shows in nothing else. A collective; raises CheckpointError on the first rank, which ends all."""
         recorded = Fingerprint.read(self.folder.fingerprints, self.step - 1) if self.config.fingerprints else None
-        own = gather_on_first(checksums(self.engine.state())) if share(recorded is not None) else None
+        own = gather_object(checksums(self.engine.state())) if broadcast_object(recorded is not None) else None
         if own is None or recorded.layout != self.config.layout.model_dump():
             return
         if found := recorded.first_difference(Fingerprint(self.step - 1, recorded.layout, tuple(own))):
@@ -196,25 +204,27 @@ class Trainer:
     def _reference_logprobs(self, batch: list[Microbatch]) -> list[np.ndarray] | None:
         return [scores.log_probs for scores in self.engine.score_reference(batch)] if self.loss.needs_reference else None
 
-    def _shown_scores(self, parts: list[StepPlan], batches: list[list[Microbatch]], kept: list[KeepsLogProbs]) -> dict[str, np.ndarray]:
+    def _shown_scores(
+        self, parts: list[StepPlan], batches: list[list[Microbatch]], kept: list[KeepsLogProbs]
+    ) -> dict[str, np.ndarray]:
         """What the loss saw of the step's shown rollouts, on rank 0."""
         own: dict[str, np.ndarray] = {}
         count = self.config.metrics.examples_per_step
         if not count:
             return own
-        if self._speaks_of_loss:
+        if self._is_loss_reporting_rank:
             for part, batch, loss in zip(parts, batches, kept, strict=True):
                 own |= completion_scores(batch, loss.log_probs, part.entries, shown_entries(part, count))
-        return {uid: scores for of_rank in gather_on_first(own) or () for uid, scores in of_rank.items()}
+        return {uid: scores for of_rank in gather_object(own) or () for uid, scores in of_rank.items()}
 
     def _set_sizes(self, batches: list[list[Microbatch]]) -> dict[str, float]:
         """Quantiles over the step's loss tokens; a collective. All ranks of a replica know its microbatches: one speaks."""
         coords = self.groups.coords
         own = [m for batch in batches for m in batch] if coords.tp == coords.cp == coords.pp == 0 else []
-        return set_size_quantiles(gather_on_first(set_size_counts(own)) or ())
+        return set_size_quantiles(gather_object(set_size_counts(own)) or ())
 
     @property
-    def _speaks_of_loss(self) -> bool:
+    def _is_loss_reporting_rank(self) -> bool:
         """Of the last stage's ranks of a replica, all of which see the same, one speaks."""
         return self.groups.is_last_stage and self.groups.coords.tp == self.groups.coords.cp == 0
 
@@ -223,7 +233,7 @@ class Trainer:
         began = time.perf_counter()
         own = checksums(self.engine.state())
         took_s = time.perf_counter() - began
-        if (of_all := gather_on_first(own)) is not None:
+        if (of_all := gather_object(own)) is not None:
             self.fingerprint = Fingerprint(self.step, self.config.layout.model_dump(), tuple(of_all))
         return took_s
 
@@ -233,7 +243,9 @@ class Trainer:
         own_s = self._assemble_s + metrics["own_s"] + metrics.get("fingerprint_s", 0.0)
         work_s = metrics["forward_backward_s"] + metrics["optimizer_s"] + score_s
         tokens = sum(entry.num_tokens for entry in plan.entries)
-        logger.info("step %d: loss %.6g, grad norm %.4g, %.2f s", self.step, metrics.get("loss", 0.0), metrics["grad_norm"], step_s)
+        logger.info(
+            "step %d: loss %.6g, grad norm %.4g, %.2f s", self.step, metrics.get("loss", 0.0), metrics["grad_norm"], step_s
+        )
         return {
             "step_s": step_s, "assemble_s": self._assemble_s, "score_s": score_s, "overhead_share": own_s / (own_s + work_s),
             "trainer_tokens_per_s": tokens / step_s,

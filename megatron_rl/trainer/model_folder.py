@@ -6,8 +6,8 @@ from megatron_rl.batching import AssemblyOptions
 from megatron_rl.config import Config
 from megatron_rl.conversion import HfCheckpoint, MegatronCheckpoint, open_checkpoint, table_of
 from megatron_rl.engine.engine import Engine
-from megatron_rl.layouts import ModelArchitecture
 from megatron_rl.records import ModelContract
+from megatron_rl.weight_mapping import ModelArchitecture
 
 
 def open_model(folder: Path) -> HfCheckpoint | MegatronCheckpoint:

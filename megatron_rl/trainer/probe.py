@@ -12,7 +12,7 @@ from megatron_rl.metrics import Metric, merge, to_floats
 from megatron_rl.objective import Denominators, mismatch_metrics, token_batch
 from megatron_rl.records import StepPlan
 from megatron_rl.trainer.rank import TrainerRank
-from megatron_rl.trainer.ranks import gather, share
+from megatron_rl.trainer.ranks import broadcast_object, gather
 from megatron_rl.wire.control import ProbeReport
 
 
@@ -27,7 +27,7 @@ class Prober:
         """Ask for the probe of this version, score it, report each rollout's distance; returns probe/... metrics, none without a probe."""
         t = self._rank
         ask = t.steering and t.steering.probe_question(version, t.config.servers.request_timeout_s)
-        while (name := share(ask and ask())) is None:
+        while (name := broadcast_object(ask and ask())) is None:
             pass
         if not name:
             return {}
@@ -45,8 +45,8 @@ class Prober:
         microbatches = microbatches_for(plan, t.spool, t.groups.layout, t.groups.coords, options)
         scores = t.engine.score(microbatches)
         # Ranks of one data-parallel replica hold the same scores: one of them speaks.
-        speaks = t.groups.coords.tp == 0 and t.groups.coords.pp == 0 and t.groups.coords.cp == 0
-        own = (_mismatch(microbatches, scores, plan), _distances(microbatches, scores, plan)) if speaks else ({}, {})
+        is_reporting_rank = t.groups.coords.tp == 0 and t.groups.coords.pp == 0 and t.groups.coords.cp == 0
+        own = (_mismatch(microbatches, scores, plan), _distances(microbatches, scores, plan)) if is_reporting_rank else ({}, {})
         everywhere = gather(own)
         return to_floats(merge([m for m, _ in everywhere])), {uid: d for _, part in everywhere for uid, d in part.items()}
 
@@ -54,7 +54,8 @@ class Prober:
 def _mismatch(microbatches: Sequence[Microbatch], scores: Sequence[Scores], plan: StepPlan) -> dict[str, Metric]:
     denominators = Denominators.of(plan)
     return merge(
-        mismatch_metrics(torch.from_numpy(s.log_probs), token_batch(m, denominators)).metrics() for m, s in zip(microbatches, scores, strict=True)
+        mismatch_metrics(torch.from_numpy(s.log_probs), token_batch(m, denominators)).metrics()
+        for m, s in zip(microbatches, scores, strict=True)
     )
 
 

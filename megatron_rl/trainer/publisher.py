@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import Engine
-from megatron_rl.trainer.ranks import share
+from megatron_rl.trainer.ranks import broadcast_object
 from megatron_rl.trainer.steering import Steering
 from megatron_rl.weight_sync import GlooSender, NcclSender, ServerAddress, WeightSender, update_servers
 from megatron_rl.wire.control import WeightsReport
@@ -44,9 +44,11 @@ class Publisher:
         if self._steering is None or self._sender is None:
             for _ in source:
                 pass
-            return share(None)
+            return broadcast_object(None)
         addresses = [ServerAddress(url, url, self._config.servers.tensor) for url in servers]
-        report = update_servers(self._sender, addresses, source, version, key=self._steering.key, timeout_s=self._config.weight_sync.timeout_s)
+        report = update_servers(
+            self._sender, addresses, source, version, key=self._steering.key, timeout_s=self._config.weight_sync.timeout_s
+        )
         metrics = {
             "sync_s": report.pause_s + report.transfer_s + report.resume_s, "sync_pause_s": report.pause_s,
             "sync_transfer_s": report.transfer_s, "sync_bytes": float(report.num_bytes),
@@ -59,7 +61,7 @@ class Publisher:
             metrics["sync_s"],
         )
         self._steering.report(WeightsReport(version, report.held, dict(report.failed), metrics))
-        return share(metrics)
+        return broadcast_object(metrics)
 
     def close(self) -> None:
         if self._sender is not None:

@@ -19,7 +19,7 @@ def the_rank() -> int:
     return int(os.environ["RANK"])
 
 
-def meet(steering: Steering, timeout_s: float) -> dist.Store:
+def rendezvous(steering: Steering, timeout_s: float) -> dist.Store:
     """The store through which the ranks meet: served by rank 0 on the one address by which it reaches the orchestrator, at a port
     that is bound before anybody is told of it. Gloo then listens on the same interface, and no other. Raises NobodyMet."""
     served: list[dist.Store] = []
@@ -28,18 +28,18 @@ def meet(steering: Steering, timeout_s: float) -> dist.Store:
         served.append(serve_store(host, timeout_s))
         return served[0].port
 
-    host, port = steering.meet(the_rank(), serve, timeout_s)
+    host, port = steering.rendezvous(the_rank(), serve, timeout_s)
     if interface := interface_of(address_towards(host, port)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     return served[0] if served else join_store(host, port, timeout_s)
 
 
-def meet_in(folder: Path, world_size: int) -> dist.Store:
+def rendezvous_in(folder: Path, world_size: int) -> dist.Store:
     """The store of ranks that nobody steers, such as those of a replay: all on this machine, in a folder of their own."""
     return dist.FileStore(str(folder / "store"), world_size)
 
 
-def share(value: T | None) -> T:
+def broadcast_object(value: T | None) -> T:
     """Rank 0's value on all ranks."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
@@ -53,7 +53,7 @@ def gather(value: T) -> Sequence[T]:
     return values
 
 
-def gather_on_first(value: T) -> Sequence[T] | None:
+def gather_object(value: T) -> Sequence[T] | None:
     """Every rank's value, in the order of ranks, on rank 0; None on the others, which would only carry what they do not need."""
     values: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, values, dst=0)

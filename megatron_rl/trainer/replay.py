@@ -14,11 +14,11 @@ from megatron_rl.batching import Spool
 from megatron_rl.config import RunFolder
 from megatron_rl.engine.engine import Engine
 from megatron_rl.metrics import read_rows
-from megatron_rl.processes import hear_no_sigterm
+from megatron_rl.processes import ignore_sigterm
 from megatron_rl.trainer.comparison import StepComparison, comparable, differing_metrics
 from megatron_rl.trainer.fingerprint import Fingerprint, TensorDifference
 from megatron_rl.trainer.loop import Trainer
-from megatron_rl.trainer.ranks import gather_on_first, meet_in, share
+from megatron_rl.trainer.ranks import broadcast_object, gather_object, rendezvous_in
 from megatron_rl.trainer.saving import load_checkpoint
 from megatron_rl.wire.control import encode
 
@@ -28,7 +28,7 @@ REPORT = "report.jsonl"
 def replay(run: RunFolder, scratch: RunFolder, first: int, steps: int) -> None:
     """Train the plans first, first + 1, ... from the state that the run had there, and compare each step with what was recorded."""
     config = scratch.config()
-    trainer = Trainer(run, config, meet_in(scratch.path, config.layout.world_size), steering=None)
+    trainer = Trainer(run, config, rendezvous_in(scratch.path, config.layout.world_size), steering=None)
     trainer.begin(run.checkpoint(first) if first else None, recorded_start=True)
     for step in range(first, first + steps):
         metrics = trainer.train_plan(Spool.plan_name(step))
@@ -49,7 +49,7 @@ def compare(trainer: Trainer, step: int, metrics: dict[str, float]) -> StepCompa
         recorded = None
     first = recorded.first_difference(trainer.fingerprint) if recorded is not None else None
     behind = trainer.folder.checkpoint(step + 1)
-    wanted = share((recorded is None or first is not None) and behind.exists())
+    wanted = broadcast_object((recorded is None or first is not None) and behind.exists())
     differences = differences_from(trainer.engine, behind) if wanted else None
     if trainer.groups.rank != 0:
         return None
@@ -77,7 +77,7 @@ def differences_from(engine: Engine, checkpoint: Path) -> Sequence[dict[str, flo
     for name, tensor in engine.state():
         found[name] = _largest(own[name], tensor.cpu())
         tensor.copy_(own[name])
-    return gather_on_first(found)
+    return gather_object(found)
 
 
 def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -101,7 +101,7 @@ def _first_of(differences: Sequence[dict[str, float]]) -> tuple[TensorDifference
 
 def main(arguments: Sequence[str]) -> None:
     run, scratch, first, steps = arguments
-    hear_no_sigterm()
+    ignore_sigterm()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     replay(RunFolder(Path(run)), RunFolder(Path(scratch)), int(first), int(steps))
 

@@ -27,11 +27,11 @@ class KeepsLogProbs:
         return self._loss(log_probs, batch)
 
 
-def step_ratio_quantiles(kept: Sequence[KeepsLogProbs], speaks: bool, device: torch.device) -> dict[str, float]:
-    """Over all loss tokens of a step, of all ranks; a collective. speaks: whether this rank's tokens count; of several that see the same
+def step_ratio_quantiles(kept: Sequence[KeepsLogProbs], is_reporting_rank: bool, device: torch.device) -> dict[str, float]:
+    """Over all loss tokens of a step, of all ranks; a collective. is_reporting_rank: whether this rank's tokens count; of several that see the same
     ones, one speaks."""
     counts = torch.zeros(NUM_BINS, dtype=torch.int64, device=device)
-    if speaks:
+    if is_reporting_rank:
         for of_microbatch in (counted for loss in kept for counted in loss.ratio_counts):
             counts += of_microbatch
     dist.all_reduce(counts)

@@ -10,14 +10,14 @@ import httpx
 from megatron_rl.wire.access import key_from_environment, with_key
 from megatron_rl.wire.control import (
     Ack,
-    Meeting,
-    MeetRequest,
     Order,
     OrderRequest,
     ProbeOrder,
     ProbeReport,
     ProbeRequest,
     Progress,
+    Rendezvous,
+    RendezvousRequest,
     SavedReport,
     StepReport,
     WeightsReport,
@@ -45,7 +45,7 @@ class Steering:
         self.url, self.key, self.patience_s = url, key, patience_s
         self._http = httpx.Client(base_url=url, headers=with_key(key), timeout=httpx.Timeout(60.0), trust_env=False)
 
-    def meet(self, rank: int, serve: Callable[[str], int], timeout_s: float) -> tuple[str, int]:
+    def rendezvous(self, rank: int, serve: Callable[[str], int], timeout_s: float) -> tuple[str, int]:
         """Host and port of the ranks' store. serve: called on rank 0 with this machine's address in the run (on a cluster the one that
         its agent found, else that on the way to the orchestrator); it serves the store there and returns the port."""
         own = ("", 0)
@@ -55,7 +55,7 @@ class Steering:
             own = (host, serve(host))
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            found = self._post("/meet", MeetRequest(rank, *own, wait_s=min(20.0, timeout_s)), Meeting)
+            found = self._post("/rendezvous", RendezvousRequest(rank, *own, wait_s=min(20.0, timeout_s)), Rendezvous)
             if found.port:
                 return found.host, found.port
         raise NobodyMet(f"rank 0 has not said within {timeout_s:g} s where the ranks meet; see logs/trainer-0.log")
@@ -87,7 +87,9 @@ class Steering:
                 return decode(reply.content, answer)
             except httpx.TransportError as error:
                 if time.monotonic() > deadline:
-                    raise OrchestratorGone(f"{self.url} has not answered for {self.patience_s:.0f} s ({error}); the trainer ends") from error
+                    raise OrchestratorGone(
+                        f"{self.url} has not answered for {self.patience_s:.0f} s ({error}); the trainer ends"
+                    ) from error
                 time.sleep(0.5)
 
 

@@ -11,7 +11,7 @@ from megatron_rl.metrics import to_floats
 from megatron_rl.objective import Denominators, SupervisedLoss
 from megatron_rl.tasks import TextEncoder, load_task
 from megatron_rl.trainer.rank import TrainerRank
-from megatron_rl.trainer.ranks import share
+from megatron_rl.trainer.ranks import broadcast_object
 from megatron_rl.trainer.saving import write_policy
 from megatron_rl.wire.control import Progress
 
@@ -33,7 +33,7 @@ class SupervisedStart:
         """Train, or take what the same settings gave before. Both ways the policy is read from the cache, so both give the same bits."""
         if not self._section.steps:
             return
-        if not share(self._is_cached()):
+        if not broadcast_object(self._is_cached()):
             self._train()
             self._keep()
         self.load()
@@ -49,7 +49,9 @@ class SupervisedStart:
         encoder = TextEncoder(t.folder.model, t.config.task)
         for step in range(self._section.steps):
             numbers = range(step * self._section.batch_size, (step + 1) * self._section.batch_size)
-            examples = tuple(SupervisedExample(encoder.prompt(task.prompt(n)), encoder.solution(task.solution(n))) for n in numbers)
+            examples = tuple(
+                SupervisedExample(encoder.prompt(task.prompt(n)), encoder.solution(task.solution(n))) for n in numbers
+            )
             plan = SupervisedPlan(step, examples)
             microbatches = supervised_microbatches(plan, t.groups.layout, t.groups.coords, t.options)
             measured = t.engine.train_step(microbatches, loss, Denominators.of(plan), step=step, learning_rate=self._rate(step))
@@ -70,7 +72,7 @@ class SupervisedStart:
             return False
         logger.info("supervised step %d: loss %.4f", step, metrics["loss"])
         answer = self._rank.steering and self._rank.steering.report(Progress("supervised", done, self._section.steps, metrics))
-        return share(bool(answer and answer.stop))
+        return broadcast_object(bool(answer and answer.stop))
 
     def _keep(self) -> None:
         """The policy as a Hugging Face folder, and what made it: a folder without its seal is not whole."""
@@ -89,7 +91,15 @@ class SupervisedStart:
 def _digest(config: Config) -> str:
     """Of all that the supervised start depends on."""
     optimizer = config.optimizer
-    parts = [config.model, config.task, config.supervised, config.run.seed, optimizer.weight_decay, optimizer.beta1, optimizer.beta2]
+    parts = [
+        config.model,
+        config.task,
+        config.supervised,
+        config.run.seed,
+        optimizer.weight_decay,
+        optimizer.beta1,
+        optimizer.beta2,
+    ]
     if optimizer.name == "muon":
         own = optimizer.muon.learning_rate
         parts += [optimizer.muon.model_copy(update={"learning_rate": own and own / optimizer.learning_rate})]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import httpx
 
-from megatron_rl.weight_sync.routes import ServerAddress, ServerError, ServerRoutes
-from megatron_rl.weight_sync.sender import WeightSender, WeightSource
+from megatron_rl.inference.sender import WeightSender, WeightSource
+from megatron_rl.inference.vllm.control import ServerAddress, ServerError, ServerRoutes
 from megatron_rl.wire.access import with_key
 
 

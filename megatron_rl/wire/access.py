@@ -13,7 +13,9 @@ class KeyMissingError(RuntimeError):
     """A process that talks to others of a run was started without the run's key."""
 
     def __init__(self):
-        super().__init__(f"{KEY_VARIABLE} is not set: it holds the run's key, which every process of a run needs; the launcher sets it")
+        super().__init__(
+            f"{KEY_VARIABLE} is not set: it holds the run's key, which every process of a run needs; the launcher sets it"
+        )
 
 
 def key_from_environment() -> str:

@@ -4,7 +4,7 @@ The orchestrator serves; workers and trainer are its clients:
 
     worker   POST /work      WorkRequest   -> WorkOrder      waits (at most its `wait_s`) until there is a group to sample
     worker   POST /groups    GroupReport   -> Ack
-    a rank   POST /meet      MeetRequest   -> Meeting        where the ranks of the trainer find one another
+    a rank   POST /rendezvous RendezvousRequest  -> Rendezvous       where the ranks of the trainer find one another
     trainer  POST /order     OrderRequest  -> Order          waits until a step plan is ready, or there is something else to do
     trainer  POST /step      StepReport    -> Ack            an optimizer step is done
     trainer  POST /weights   WeightsReport -> Ack            version v is on the servers named; the others are out of the fleet
@@ -56,7 +56,7 @@ class GroupReport:
 
 
 @dataclass(frozen=True)
-class MeetRequest:
+class RendezvousRequest:
     """Of every rank at its start. host, port: where rank 0 serves the ranks' store; from the others '' and 0."""
 
     rank: int
@@ -66,7 +66,7 @@ class MeetRequest:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks' store is; port 0: rank 0 has not come yet, ask again."""
 
     host: str = ""
@@ -171,4 +171,3 @@ def _adapter(kind: type) -> TypeAdapter:
     if kind not in _ADAPTERS:
         _ADAPTERS[kind] = TypeAdapter(kind)
     return _ADAPTERS[kind]
-

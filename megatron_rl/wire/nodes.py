@@ -49,7 +49,7 @@ class StartOrder:
     name: str
     argv: tuple[str, ...]
     log_file: str
-    ends_by: int
+    stop_signal: int
     """As Command has it."""
     env: dict[str, str] = field(default_factory=dict, repr=False)  # holds the run's key
 

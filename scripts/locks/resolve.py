@@ -71,7 +71,9 @@ def engine_requirements(pin: Requirement, folder: Path) -> list[Requirement]:
         (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         declared = email.message_from_bytes(archive.read(metadata)).get_all("Requires-Dist", [])
     requirements = [Requirement(line) for line in declared]
-    return [r for r in requirements if r.name not in NOT_NEEDED_BY_ENGINE and (r.marker is None or r.marker.evaluate({"extra": ""}))]
+    return [
+        r for r in requirements if r.name not in NOT_NEEDED_BY_ENGINE and (r.marker is None or r.marker.evaluate({"extra": ""}))
+    ]
 
 
 def resolve(requirements: list[Requirement], options: list[str], folder: Path) -> dict[str, str]:

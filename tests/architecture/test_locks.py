@@ -23,5 +23,7 @@ def test_lock_satisfies_the_direct_dependencies(path: Path) -> None:
     environment = {"python_version": path.stem.removeprefix("py")}
     needed = [requirement for requirement in wanted if requirement.marker is None or requirement.marker.evaluate(environment)]
     found = {requirement: locked.get(canonicalize_name(requirement.name)) for requirement in needed}
-    wrong = [str(requirement) for requirement, version in found.items() if version is None or version not in requirement.specifier]
+    wrong = [
+        str(requirement) for requirement, version in found.items() if version is None or version not in requirement.specifier
+    ]
     assert not wrong, f"{path.name} does not hold {wrong}: run `bash scripts/lock.sh {environment['python_version']}`"

@@ -41,7 +41,9 @@ def test_no_file_names_a_folder_of_one_machine() -> None:
     wrong = []
     for path in tracked():
         text = (REPOSITORY / path).read_text(errors="replace")
-        wrong += [f"{path}:{number}: {line.strip()}" for number, line in enumerate(text.splitlines(), 1) if MACHINE_PATHS.search(line)]
+        wrong += [
+            f"{path}:{number}: {line.strip()}" for number, line in enumerate(text.splitlines(), 1) if MACHINE_PATHS.search(line)
+        ]
     assert not wrong, "\n".join(wrong)
 
 

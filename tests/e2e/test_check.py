@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.engine.world import World
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.preflight.check import hf_config_of, run_stages
 from megatron_rl.preflight.making import make_subject, small_run
 
@@ -38,7 +38,7 @@ def checked(tmp_path_factory):
     """plant -> names of the failed stages. All faults share a model, its sequences and the processes."""
     config = load_config(CONFIG, ["--layout.world_size", "4", "--layout.tensor", "2", "--trainer.recompute", "full"])
     folder = tmp_path_factory.mktemp("check")
-    with World(4, folder / "ranks.log") as many, World(1, folder / "ranks.log") as one:
+    with RankPool(4, folder / "ranks.log") as many, RankPool(1, folder / "ranks.log") as one:
         many.start(), one.start()
         subject, gradients = make_subject(folder, small_run(config, hf_config_of(config), expert_replicas=True))
 

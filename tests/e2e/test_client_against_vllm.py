@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.sections import Task as TaskSection
 from megatron_rl.conversion import make_random_model
+from megatron_rl.inference.sampled_model import read_sampled_model
+from megatron_rl.inference.vllm.client import VllmClient
+from megatron_rl.inference.vllm.server import server_command
 from megatron_rl.processes import Child, Command, free_ports, stop_all
 from megatron_rl.records import Rollout, Sampling, check_rollout
-from megatron_rl.rollouts.client import VllmClient
 from megatron_rl.rollouts.episode import EpisodeRules, run_episode
-from megatron_rl.rollouts.sampled_model import read_sampled_model
-from megatron_rl.rollouts.server import server_command
 from megatron_rl.tasks import TextEncoder
 
 torch = pytest.importorskip("torch")

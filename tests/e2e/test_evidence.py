@@ -19,7 +19,18 @@ def write_run(folder, steps: int, entropy: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--arms", "a,z"], ["--arms", "a,c,a"], ["--arms"], ["--seeds", "one"], ["--seeds", "3,3"], ["--steps", "0"], ["--jobs", "x"], ["--fast"]], ids=lambda words: " ".join(words)
+    "words",
+    [
+        ["--arms", "a,z"],
+        ["--arms", "a,c,a"],
+        ["--arms"],
+        ["--seeds", "one"],
+        ["--seeds", "3,3"],
+        ["--steps", "0"],
+        ["--jobs", "x"],
+        ["--fast"],
+    ],
+    ids=lambda words: " ".join(words),
 )
 def test_a_bad_option_is_refused_by_name_before_anything_is_done(words, tmp_path):
     command = ["bash", str(REPOSITORY / "scripts" / "evidence.sh"), "--folder", str(tmp_path / "runs"), *words]

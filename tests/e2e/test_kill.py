@@ -19,7 +19,7 @@ import pytest
 from megatron_rl.batching import Spool
 from megatron_rl.config import RunFolder
 from megatron_rl.metrics import read_rows
-from megatron_rl.rollouts.ledger import Ledger
+from megatron_rl.orchestrator.ledger import Ledger
 from tests.e2e.moments import wait_for_new_file
 from tests.e2e.runs import REPOSITORY, eventually, kill_9, process_of, processes_of, replay, run, said, train_command
 
@@ -68,7 +68,7 @@ def worker(folder: Path) -> int:
 
 
 def server(folder: Path) -> int:
-    return process_of(folder, "megatron_rl.vllm_plugin.serve")
+    return process_of(folder, "megatron_rl.inference.vllm.plugin.serve")
 
 
 def first_rank(folder: Path) -> int:

@@ -69,5 +69,7 @@ def test_a_run_with_nvfp4_weights_on_both_sides(tmp_path: Path) -> None:
     checkpoint, out = RunFolder(tmp_path / "nvfp4").latest_checkpoint(), tmp_path / "out"
     converted = megatron_rl("convert", "megatron-to-hf", checkpoint[1], out, "--quantize", "nvfp4")
     assert converted.returncode == 0, converted.stderr
-    sent = sum(tensor.numel() * tensor.element_size() for file in out.glob("*.safetensors") for tensor in load_file(file).values())
+    sent = sum(
+        tensor.numel() * tensor.element_size() for file in out.glob("*.safetensors") for tensor in load_file(file).values()
+    )
     assert json.loads(RunFolder(tmp_path / "nvfp4").summary_file.read_text())["sync_bytes"] == sent

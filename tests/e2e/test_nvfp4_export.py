@@ -22,9 +22,9 @@ from megatron_rl.config.sections import Precision
 from megatron_rl.conversion import HfCheckpoint, hf_to_megatron, make_random_model
 from megatron_rl.conversion.model_files import write_model_files
 from megatron_rl.conversion.outgoing import left_out
-from megatron_rl.layouts import ParameterTable
-from megatron_rl.precision import Selection, amax_of, fake_quantise, quantised_stream, selection_of, stored_layout, wire_layout
-from megatron_rl.weight_sync.nccl import NcclSender
+from megatron_rl.inference.vllm.nccl import NcclSender
+from megatron_rl.precision import Selection, amax_of, fake_quantise, quantised_stream, selection_of, stored_format, wire_layout
+from megatron_rl.weight_mapping import ParameterTable
 from megatron_rl.wire.weights import WeightMeta
 from tests.architecture.source import REPOSITORY
 
@@ -45,7 +45,8 @@ SIZES = {
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32,
 }  # fmt: skip
 FAMILIES = {
-    name: SMALL[name] | {key: value for key, value in SIZES.items() if key in SMALL[name] or key == "head_dim" and name == "llama"}
+    name: SMALL[name]
+    | {key: value for key, value in SIZES.items() if key in SMALL[name] or key == "head_dim" and name == "llama"}
     for name in ("llama", "mixtral_moe", "glm4_moe", "deepseek_v3_moe")
 }
 FUSED = {
@@ -60,7 +61,16 @@ ULP = 2**-22
 
 def export(folder: Path, layout: str, *options: str) -> Path:
     asked = ["--quantize", "nvfp4", "--quantize-layout", layout, *options]
-    command = [sys.executable, "-m", "megatron_rl.launch.cli", "convert", "megatron-to-hf", folder / "megatron", folder / layout, *asked]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_rl.launch.cli",
+        "convert",
+        "megatron-to-hf",
+        folder / "megatron",
+        folder / layout,
+        *asked,
+    ]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder / layout
@@ -138,14 +148,21 @@ def test_vllm_gets_the_trainers_values(source: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("precision", [{}, {"activations": "nvfp4", "activation_amax": 64.0}], ids=["w4a16", "w4a4"])
-def test_a_weight_update_gives_vllms_nvfp4_layers_the_trainers_values(source: Path, tmp_path: Path, precision: dict[str, Any]) -> None:
+def test_a_weight_update_gives_vllms_nvfp4_layers_the_trainers_values(
+    source: Path, tmp_path: Path, precision: dict[str, Any]
+) -> None:
     """From the configuration that such servers are started with, and the stream that they are sent, through vLLM's own packing for NCCL."""
     section = Precision(training="qat", rollouts="nvfp4", exclude=["model.layers.2.mlp.experts"], **precision)
     plain, table = HfCheckpoint.open(source / "hf"), ParameterTable(MOE)
     selection = selection_of(section, table)
-    write_model_files(tmp_path, plain.config | {"quantization_config": stored_layout(section).config(*left_out(table, selection))}, None)
+    write_model_files(
+        tmp_path, plain.config | {"quantization_config": stored_format(section).config(*left_out(table, selection))}, None
+    )
     stream = quantised_stream(
-        ((name, plain[name]) for name in plain), selection.group_of, amaxes_of(plain, selection), wire_layout(section, own_layers=True)
+        ((name, plain[name]) for name in plain),
+        selection.group_of,
+        amaxes_of(plain, selection),
+        wire_layout(section, own_layers=True),
     )
     save_file(as_nccl_brings_it({name: tensor for name, tensor in stream if tensor is not None}), tmp_path / "update.safetensors")
     found = in_vllm(tmp_path, tmp_path / "update.safetensors")
@@ -175,7 +192,9 @@ def as_nccl_brings_it(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     (chunk,) = packed
     dtypes = [getattr(torch, name) for name in told["dtype_names"]]
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(told["shapes"], dtypes, strict=True)]
-    return {name: tensor.clone() for name, tensor in unpack_tensor(chunk.packed_tensor, told["names"], told["shapes"], dtypes, sizes)}
+    return {
+        name: tensor.clone() for name, tensor in unpack_tensor(chunk.packed_tensor, told["names"], told["shapes"], dtypes, sizes)
+    }
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """`megatron-rl replay` of runs whose rollouts came from a live vLLM while they trained. Not proved here: GPUs.
 
-    pytest tests/e2e/test_replay.py -m slow        ten steps at TP 2 x PP 2 x EP 2, four ranks
+pytest tests/e2e/test_replay.py -m slow        ten steps at TP 2 x PP 2 x EP 2, four ranks
 """
 
 import json
@@ -41,7 +41,9 @@ def test_a_step_that_was_trained_on_something_else_is_found_and_its_first_tensor
     again = replay(altered.path, "--from-step", "2")
     assert again.returncode == 1, again.stdout + again.stderr
     # the checkpoint behind the step, before step 3, tells the size
-    assert re.search(r"step 2: DIFFERS; the first tensor that differs is \S.* on rank 0 by at most \d", again.stdout), again.stdout
+    assert re.search(r"step 2: DIFFERS; the first tensor that differs is \S.* on rank 0 by at most \d", again.stdout), (
+        again.stdout
+    )
     assert re.search(r"loss: \S+ recorded, \S+ replayed", again.stdout)
 
 
@@ -64,7 +66,9 @@ def test_a_byte_of_a_checkpoint_that_a_disk_has_changed_is_found_and_its_tensor_
         file.write(bytes([byte ^ 1]))
     again = replay(damaged.path, "--from-step", "2")
     assert again.returncode == 1, again.stdout + again.stderr
-    assert re.search(r"step_000002: \S.* of rank \d, and \d+ more tensors, are not what was saved; remove the folder", again.stderr), again.stderr
+    assert re.search(
+        r"step_000002: \S.* of rank \d, and \d+ more tensors, are not what was saved; remove the folder", again.stderr
+    ), again.stderr
 
 
 def test_a_step_before_which_no_state_is_known_is_refused_with_those_that_are(recorded):

@@ -12,7 +12,15 @@ from tests.unit.report.run_folder import make_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 # Quiet, without a network of its own, and allowed to run as root in a container.
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 
 
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")

@@ -9,8 +9,8 @@ import re
 import httpx
 import pytest
 
-from megatron_rl.rollouts.server import server_command
-from megatron_rl.vllm_plugin.access import RequireKey
+from megatron_rl.inference.vllm.plugin.access import RequireKey
+from megatron_rl.inference.vllm.server import server_command
 from megatron_rl.wire.access import KEY_HEADER, KEY_VARIABLE, KeyMissingError, with_key
 
 KEY = "0123456789abcdef"
@@ -83,7 +83,9 @@ def test_a_websocket_is_closed_without_the_key(app):
     async def receive():
         return {"type": "websocket.connect"}
 
-    asyncio.run(app({"type": "websocket", "path": "/v1/realtime", "headers": [], "query_string": b"", "scheme": "ws"}, receive, send))
+    asyncio.run(
+        app({"type": "websocket", "path": "/v1/realtime", "headers": [], "query_string": b"", "scheme": "ws"}, receive, send)
+    )
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 

@@ -42,7 +42,9 @@ def slurm(tmp_path_factory) -> Iterator[Path]:
     if os.geteuid():
         pytest.skip("slurmd has to be started by root")
     folder = tmp_path_factory.mktemp("slurm") / "cluster"
-    started = subprocess.run([*FOUR_NODES, "up", str(folder), "--requeue-after", str(REQUEUE_AFTER_S)], capture_output=True, text=True, check=False)
+    started = subprocess.run(
+        [*FOUR_NODES, "up", str(folder), "--requeue-after", str(REQUEUE_AFTER_S)], capture_output=True, text=True, check=False
+    )
     assert started.returncode == 0, started.stderr
     patch = pytest.MonkeyPatch()
     patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
@@ -136,7 +138,13 @@ def test_a_killed_rank_costs_at_most_a_life_of_the_job(submitted, tmp_path, rank
 def test_a_killed_orchestrator_costs_a_life_of_the_job(submitted, tmp_path):
     job = submitted(tmp_path / "orchestrator", *TWO_AND_TWO)
     after_step(3)(job.folder)
-    kill_9(next(pid for pid, line in processes_of(job.folder.path) if "-m megatron_rl.launch.slurm_job " in line and not line.startswith("srun ")))
+    kill_9(
+        next(
+            pid
+            for pid, line in processes_of(job.folder.path)
+            if "-m megatron_rl.launch.slurm_job " in line and not line.startswith("srun ")
+        )
+    )
     job.wait()
     assert "the orchestrator ended with status 137" in job.log
     assert_nothing_was_lost(job)
@@ -146,7 +154,7 @@ def test_a_killed_orchestrator_costs_a_life_of_the_job(submitted, tmp_path):
 def test_a_killed_server_is_replaced_in_the_same_life(submitted, tmp_path):
     job = submitted(tmp_path / "server", *TWO_AND_TWO)
     after_step(1)(job.folder)
-    kill_9(next(pid for pid, line in processes_of(job.folder.path) if "-m megatron_rl.vllm_plugin.serve " in line))
+    kill_9(next(pid for pid, line in processes_of(job.folder.path) if "-m megatron_rl.inference.vllm.plugin.serve " in line))
     job.wait()
     assert said(job.folder.logs / "events.log", "left: ended with exit code -9")
     assert job.log.count("the orchestrator ended") == 1
@@ -177,7 +185,9 @@ def test_stop_ends_a_job_and_launch_resumes_it(submitted, tmp_path):
     again = submitted(job.folder.path, *TWO_AND_TWO, "--resume", "--run.steps", str(step + 2))
     again.wait()
     assert ", finished (" in run([*PROGRAM, "status", str(job.folder.path)]).stdout
-    assert json.loads((again.folder.checkpoint(step + 2) / "orchestrator.json").read_text())["ledger"]["trained_prompts"] == 2 * (step + 2)
+    assert json.loads((again.folder.checkpoint(step + 2) / "orchestrator.json").read_text())["ledger"]["trained_prompts"] == 2 * (
+        step + 2
+    )
 
 
 @slow

@@ -86,7 +86,15 @@ def test_the_export_is_a_model_that_transformers_loads_with_other_weights_than_t
 def test_the_export_holds_the_trainers_weights_to_the_bit(run, tmp_path):
     from safetensors.torch import load_file
 
-    words = [sys.executable, "-m", "megatron_rl.launch.cli", "convert", "megatron-to-hf", str(run.checkpoint(2)), str(tmp_path / "converted")]
+    words = [
+        sys.executable,
+        "-m",
+        "megatron_rl.launch.cli",
+        "convert",
+        "megatron-to-hf",
+        str(run.checkpoint(2)),
+        str(tmp_path / "converted"),
+    ]
     converted = subprocess.run(words, capture_output=True, text=True, timeout=200, cwd=REPOSITORY, check=False)
     assert converted.returncode == 0, converted.stdout + converted.stderr
     mine, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "converted", run.export))
@@ -146,7 +154,9 @@ def test_kill_9_of_the_program_leaves_no_process_behind(tmp_path):
     folder = tmp_path / "killed"
     process = subprocess.Popen(command(folder), cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        assert eventually(lambda: len(processes_of(folder)) >= 4, 200)  # server, worker, two ranks; the program names the folder in two words
+        assert eventually(
+            lambda: len(processes_of(folder)) >= 4, 200
+        )  # server, worker, two ranks; the program names the folder in two words
     finally:
         process.kill()
         process.wait()
@@ -158,4 +168,4 @@ def _is_server(cmdline: Path, folder: Path) -> bool:
         line = cmdline.read_bytes().decode(errors="replace")
     except OSError:
         return False
-    return "vllm_plugin.serve" in line and str(folder) in line
+    return "inference.vllm.plugin.serve" in line and str(folder) in line

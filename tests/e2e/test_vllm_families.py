@@ -16,9 +16,9 @@ import pytest
 
 from megatron_rl.conversion import hf_to_megatron, megatron_to_hf
 from megatron_rl.topology import Layout
-from tests.distributed.engine.world import World
-from tests.distributed.layouts.family_cases import MAX_TOKENS, examples_of, run_family
-from tests.distributed.layouts.transformers_model import save_random
+from tests.distributed.engine.rank_pool import RankPool
+from tests.distributed.weight_mapping.family_cases import MAX_TOKENS, examples_of, run_family
+from tests.distributed.weight_mapping.transformers_model import save_random
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("vllm")
@@ -38,13 +38,13 @@ LOG_PROB = 5e-5
 
 @pytest.fixture(scope="module")
 def four():
-    world = World(4)
+    world = RankPool(4)
     yield world
     world.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_vllm_agrees_with_the_trainer_on_an_export(four: World, family: str, tmp_path: Path) -> None:
+def test_vllm_agrees_with_the_trainer_on_an_export(four: RankPool, family: str, tmp_path: Path) -> None:
     config = SMALL[family] | HEADS
     save_random(tmp_path / "source", config)
     file = tmp_path / "source" / "config.json"

@@ -21,8 +21,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.rollouts.server import server_command
-from megatron_rl.weight_sync import GlooSender, ServerAddress, UpdateReport, gloo, update_servers
+from megatron_rl.inference.vllm import gloo
+from megatron_rl.inference.vllm.server import server_command
+from megatron_rl.weight_sync import GlooSender, ServerAddress, UpdateReport, update_servers
 from megatron_rl.wire.access import with_key
 from megatron_rl.wire.weights import WeightMeta
 

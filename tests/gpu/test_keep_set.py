@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_rl.keep_set import keep_set_log_probs, plan
+from megatron_rl.keep_set import keep_set_log_probs, shard_plan
 from tests.unit.keep_set.cases import VALUE_TOLERANCE, Case, make_case, reference, relative_difference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 # bf16: the dense route multiplies gradients of logits that were rounded to bf16 (2^-9 each)
 GRADIENT_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-ROUTES = {"by cost": plan.GPU_COSTS, "pairs": plan.RouteCosts(1e9, 1e9), "dense": plan.RouteCosts(0.0, 0.0)}
+ROUTES = {"by cost": plan.GPU_COSTS, "pairs": shard_plan.RouteCosts(1e9, 1e9), "dense": plan.RouteCosts(0.0, 0.0)}
 
 
 def run(case: Case, *, sets_on_cpu: bool, fused: bool = False) -> dict[str, torch.Tensor]:
@@ -31,7 +31,7 @@ def run(case: Case, *, sets_on_cpu: bool, fused: bool = False) -> dict[str, torc
 
 @pytest.fixture(params=ROUTES)
 def route(request, monkeypatch):
-    monkeypatch.setattr(plan, "GPU_COSTS", ROUTES[request.param])
+    monkeypatch.setattr(shard_plan, "GPU_COSTS", ROUTES[request.param])
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
@@ -39,7 +39,9 @@ def route(request, monkeypatch):
 @pytest.mark.parametrize("sets_on_cpu", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_values_and_gradients_are_the_references(dtype, sets_on_cpu, fused, route):
-    case = make_case(1, dtype=dtype, num_tokens=96, vocab_size=400, num_rows=408, width=200, full=0.2, sizes=(1, 1, 2, 9, 60, 300))
+    case = make_case(
+        1, dtype=dtype, num_tokens=96, vocab_size=400, num_rows=408, width=200, full=0.2, sizes=(1, 1, 2, 9, 60, 300)
+    )
     got, wanted = run(case, sets_on_cpu=sets_on_cpu, fused=fused), reference(case, with_entropy=True)
     for name, tensor in got.items():
         tolerance = (GRADIENT_TOLERANCE if name.startswith("d_") else VALUE_TOLERANCE)[dtype]
@@ -47,7 +49,9 @@ def test_values_and_gradients_are_the_references(dtype, sets_on_cpu, fused, rout
 
 
 def test_same_inputs_same_bits(route):
-    case = make_case(2, dtype=torch.bfloat16, num_tokens=512, vocab_size=1000, num_rows=1024, width=256, sizes=(1, 4, 200), full=0.1)
+    case = make_case(
+        2, dtype=torch.bfloat16, num_tokens=512, vocab_size=1000, num_rows=1024, width=256, sizes=(1, 4, 200), full=0.1
+    )
     first = run(case, sets_on_cpu=True)
     for _ in range(3):
         for name, tensor in run(case, sets_on_cpu=True).items():

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.layouts import ParameterTable, Placement
 from megatron_rl.optim import DistributedMuon, HeldPiece, MuonRates, MuonSettings, Piece, plan_rounds, stage_tasks
 from megatron_rl.processes import free_ports
 from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping import ParameterTable, Placement
 from tests.unit.optim.subject import SMALL
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -15,8 +15,8 @@ from megatron_rl.engine import build_engine
 from megatron_rl.engine.groups import parallel_layout
 from megatron_rl.metrics import Row
 from megatron_rl.metrics.rows import JsonLines
+from megatron_rl.preflight.faults import planted
 from megatron_rl.preflight.oracle import Oracle
-from megatron_rl.preflight.plants import planted
 from megatron_rl.preflight.sequences import sample_sequences, write_plan
 from megatron_rl.preflight.shrink import SAMPLING
 from megatron_rl.preflight.weights import write_random_weights
@@ -48,7 +48,7 @@ def score(rank: int, folder: Path, config: Config, job: Job) -> tuple[dict[str, 
     from megatron_rl.trainer.model_folder import assembly_options, open_model
 
     run = RunFolder(folder)
-    with planted(job.plant), parallel_layout(config.parallel) as groups:
+    with planted(job.plant), parallel_layout(config.parallel_layout) as groups:
         model = open_model(run.model)
         engine = build_engine(config, groups, model.config, model)
         with closing(engine):

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.attribution.shares import Attribution
 from megatron_rl.config import RunFolder, load_config
-from megatron_rl.engine.world import World
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.launch import attribute
 from megatron_rl.launch.attribute import answer, question
 from megatron_rl.preflight.check import hf_config_of
@@ -31,7 +31,7 @@ def attributed(tmp_path_factory):
     config = shrunk_config(config, shrunk_model(hf_config_of(config), Layout()), Layout(2))
     run = RunFolder(tmp_path_factory.mktemp("attribution") / "run")
     cases.record_steps(run, config)
-    with World(2) as two, World(1) as one, pytest.MonkeyPatch.context() as patch:
+    with RankPool(2) as two, RankPool(1) as one, pytest.MonkeyPatch.context() as patch:
         two.start(), one.start()
 
         def run_ranks(asked, config, folder, job):

@@ -4,18 +4,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.engine.world import World
+from tests.distributed.engine.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")
-def one() -> Iterator[World]:
-    world = World(1)
+def one() -> Iterator[RankPool]:
+    world = RankPool(1)
     yield world
     world.close()
 
 
 @pytest.fixture(scope="session")
-def four() -> Iterator[World]:
-    world = World(4)
+def four() -> Iterator[RankPool]:
+    world = RankPool(4)
     yield world
     world.close()

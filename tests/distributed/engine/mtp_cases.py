@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rl.engine.errors import UnsupportedModelError
-from megatron_rl.layouts import ParameterTable
+from megatron_rl.weight_mapping import ParameterTable
 from tests.distributed.engine.cases import Run, Setting, copied, laid_out
 from tests.distributed.engine.subject import CONFIGS, weights_of
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron_rl.batching import Microbatch, alignment_of
-from megatron_rl.batching.lay_out import lay_out
+from megatron_rl.batching.collate import collate
 from megatron_rl.conversion import write_hf_checkpoint
 from megatron_rl.keep_set import KeepSets, reference_log_probs
-from megatron_rl.layouts import ParameterTable, Role
 from megatron_rl.objective import token_batch
 from megatron_rl.preflight.oracle import Oracle
 from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping import ParameterTable, Role
 from tests.distributed.engine.cases import by_sequence
 from tests.distributed.engine.subject import (
     CONFIGS,
@@ -40,7 +40,7 @@ class Expected:
 def expected(model: str, *, routing_replay: bool = True) -> Expected:
     members = rollouts_of(model)
     options = options_of(model, moe_layers=all_layers(model), routing_replay=routing_replay)
-    whole = lay_out(members, 0, alignment_of(Layout(), False), options)
+    whole = collate(members, 0, alignment_of(Layout(), False), options)
     oracle = hugging_face(model)
     logits = torch.cat([_logits(oracle, whole, start, end) for start, end in zip(whole.segment_ends, whole.segment_ends[1:])])
     vocab_size = CONFIGS[model]["vocab_size"]

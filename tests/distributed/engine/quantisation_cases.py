@@ -13,7 +13,12 @@ from tests.distributed.engine.subject import CONFIGS, MODELS, weights_of
 
 MODEL = "qwen3_moe in blocks"
 """Every input dimension, and half of it, is a multiple of 16."""
-MODELS[MODEL] = CONFIGS[MODEL] = MODELS["qwen3_moe"] | {"hidden_size": 48, "moe_intermediate_size": 96, "intermediate_size": 64, "head_dim": 16}
+MODELS[MODEL] = CONFIGS[MODEL] = MODELS["qwen3_moe"] | {
+    "hidden_size": 48,
+    "moe_intermediate_size": 96,
+    "intermediate_size": 64,
+    "head_dim": 16,
+}
 
 QAT = {"precision": {"training": "qat", "rollouts": "nvfp4"}}
 

@@ -35,7 +35,10 @@ def gradients_after_other_work(rank: int, setting: Setting) -> Gradients:
         other.engine.score(other.microbatches[:1] * other.engine.microbatch_multiple)
         run.engine.score(run.microbatches)
         try:
-            mixed = [*run.microbatches[:-1], replace(run.microbatches[-1], routed_experts=None, route_mask=None, route_positions=None)]
+            mixed = [
+                *run.microbatches[:-1],
+                replace(run.microbatches[-1], routed_experts=None, route_mask=None, route_positions=None),
+            ]
             run.engine.score(mixed * 2)
         except ScheduleError as error:
             assert "replays all of them or none" in str(error)

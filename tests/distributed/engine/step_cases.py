@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.batching import Microbatch
-from megatron_rl.batching.lay_out import Member
+from megatron_rl.batching.collate import Member
 from megatron_rl.engine.engine import Scores
 from megatron_rl.engine.groups import set_determinism
 from megatron_rl.engine.optimizer import NonFiniteGradientError

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron_rl.batching import Microbatch, alignment_of, cut_routes, pack
-from megatron_rl.batching.lay_out import Member, lay_out
+from megatron_rl.batching.collate import Member, collate
 from megatron_rl.batching.options import AssemblyOptions
 from megatron_rl.config import Config
 from megatron_rl.conversion import random_hf_tensors
-from megatron_rl.layouts import ModelArchitecture, ParameterTable
 from megatron_rl.objective import Denominators, PolicyLoss
 from megatron_rl.records import ModelContract, Rollout, Sampling
 from megatron_rl.topology import Layout, RankCoords
+from megatron_rl.weight_mapping import ModelArchitecture, ParameterTable
 
 
 def _models(file: str) -> dict[str, dict[str, Any]]:
@@ -63,7 +63,11 @@ def weights_of(model: str, seed: int = 0) -> dict[str, Tensor]:
     weights = {
         name: w * (0.7 + 0.6 * torch.rand(w.shape, generator=generator)) if w.dim() == 1 else w for name, w in weights.items()
     }
-    biases = {name: 0.2 * torch.randn(w.shape, generator=generator) for name, w in weights.items() if name.endswith("score_correction_bias")}
+    biases = {
+        name: 0.2 * torch.randn(w.shape, generator=generator)
+        for name, w in weights.items()
+        if name.endswith("score_correction_bias")
+    }
     return weights | biases
 
 
@@ -137,7 +141,7 @@ def microbatches_of(
     packing = pack(lengths, num_ranks=layout.dp, max_tokens=max_tokens, microbatch_multiple=multiple)[coords.dp]
     alignment = alignment_of(layout, options.sequence_parallel)
     alignment = replace(alignment, total=lcm(alignment.total, multiple_of))
-    whole = (lay_out([_with_routes(members[n], options) for n in numbers], 0, alignment, options) for numbers in packing)
+    whole = (collate([_with_routes(members[n], options) for n in numbers], 0, alignment, options) for numbers in packing)
     return [cut_routes(microbatch, layout, coords, sequence_parallel=options.sequence_parallel) for microbatch in whole]
 
 

@@ -11,7 +11,15 @@ ROOT = Path(__file__).parents[3]
 
 def test_the_share_of_the_output_layer(tmp_path):
     script = str(ROOT / "scripts" / "bench_output_layer.py")
-    options = ["--tokens", "128", "--repeats", "1", "--json", str(tmp_path / "out.json"), "--model.architecture.num_hidden_layers=1"]
+    options = [
+        "--tokens",
+        "128",
+        "--repeats",
+        "1",
+        "--json",
+        str(tmp_path / "out.json"),
+        "--model.architecture.num_hidden_layers=1",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run([sys.executable, script, *options], check=False, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -10,7 +10,7 @@ import torch
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import LEARNING_RATE, Setting
 from tests.distributed.engine.checkpoint_cases import broken_loads, refusals, resume, save_and_go_on
-from tests.distributed.engine.world import World
+from tests.distributed.engine.rank_pool import RankPool
 
 SAVED_AT = {
     "tp2 pp2 ep2": Setting(layout=Layout(4, tp=2, pp=2, ep=2)),
@@ -21,14 +21,14 @@ RESUMED_AT = [Layout(4), Layout(4, tp=4, etp=2, ep=2), Layout(4, pp=4), Layout(4
 
 
 @pytest.mark.parametrize("name", SAVED_AT)
-def test_the_same_layout_goes_on_to_the_bit(four: World, tmp_path: Path, name: str) -> None:
+def test_the_same_layout_goes_on_to_the_bit(four: RankPool, tmp_path: Path, name: str) -> None:
     wanted = four.run(save_and_go_on, SAVED_AT[name], tmp_path / "step2")[0]
     step, found = four.run(resume, SAVED_AT[name], tmp_path / "step2")[0]
     assert step == 2
     assert all(torch.equal(found[key], weight) for key, weight in wanted.items())
 
 
-def test_another_layout_goes_on_within_rounding(four: World, one: World, tmp_path: Path) -> None:
+def test_another_layout_goes_on_within_rounding(four: RankPool, one: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "step2"
     wanted = four.run(save_and_go_on, SAVED_AT["tp2 pp2 ep2"], folder)[0]
     others = [four.run(resume, Setting(layout=layout), folder)[0] for layout in RESUMED_AT]
@@ -47,7 +47,7 @@ class Command:
         return Path.touch, (self._touched,)
 
 
-def test_a_folder_from_elsewhere_runs_nothing_and_a_broken_one_is_named(one: World, tmp_path: Path) -> None:
+def test_a_folder_from_elsewhere_runs_nothing_and_a_broken_one_is_named(one: RankPool, tmp_path: Path) -> None:
     whole, touched = tmp_path / "step2", tmp_path / "touched"
     one.run(save_and_go_on, Setting(), whole)
     folders = {name: tmp_path / name for name in ("metadata", "common", "half", "gone")}
@@ -67,7 +67,7 @@ def test_a_folder_from_elsewhere_runs_nothing_and_a_broken_one_is_named(one: Wor
     assert "an object beside the tensors is more than data, and is not made" in found["common"]
 
 
-def test_what_is_refused(four: World, tmp_path: Path) -> None:
+def test_what_is_refused(four: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "step2"
     four.run(save_and_go_on, SAVED_AT["tp2 pp2 ep2"], folder)
     half = tmp_path / "half"

@@ -1,6 +1,6 @@
 """The stand-in for CUDA, where it shows only in a process of its own."""
 
-from tests.distributed.engine.world import World
+from tests.distributed.engine.rank_pool import RankPool
 
 
 def compiled_graphs(rank: int) -> int:
@@ -13,6 +13,6 @@ def compiled_graphs(rank: int) -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_nothing_is_compiled_in_the_middle_of_a_step(one: World) -> None:
+def test_nothing_is_compiled_in_the_middle_of_a_step(one: RankPool) -> None:
     """Ranks that compile the same function at once were seen to load each other's half-written library."""
     assert one.run(compiled_graphs) == [0]

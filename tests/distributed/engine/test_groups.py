@@ -5,7 +5,7 @@ from megatron.core import parallel_state
 
 from megatron_rl.engine.groups import parallel_layout
 from megatron_rl.topology import Layout
-from tests.distributed.engine.world import World
+from tests.distributed.engine.rank_pool import RankPool
 
 TIMEOUT_S = 77.0
 """Neither a whole number of minutes, which is how Megatron takes it, nor a default."""
@@ -17,6 +17,6 @@ def timeouts_of_groups(rank: int, layout: Layout) -> list[float]:
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
-def test_every_group_has_the_time_limit(four: World) -> None:
+def test_every_group_has_the_time_limit(four: RankPool) -> None:
     for found in four.run(timeouts_of_groups, Layout(4, tp=2, pp=2, ep=2)):
         assert len(found) > 5 and set(found) == {TIMEOUT_S}

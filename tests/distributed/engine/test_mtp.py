@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.layouts import ParameterTable
 from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping import ParameterTable
 from tests.distributed.engine.cases import Setting
 from tests.distributed.engine.mtp_cases import (
     MODEL,
@@ -24,6 +24,7 @@ from tests.distributed.engine.mtp_cases import (
     stepped,
 )
 from tests.distributed.engine.mtp_oracle import expected_ahead
+from tests.distributed.engine.rank_pool import RankPool
 from tests.distributed.engine.subject import CONFIGS, weights_of
 from tests.distributed.engine.test_parity import (
     GRADIENT,
@@ -33,7 +34,6 @@ from tests.distributed.engine.test_parity import (
     merged,
     relative_differences,
 )
-from tests.distributed.engine.world import World
 
 FOUR = {
     "pp2": Setting(MODEL, Layout(4, pp=2)),
@@ -46,7 +46,7 @@ LAYER = f"model.layers.{CONFIGS[MODEL]['num_hidden_layers']}."
 
 
 @pytest.fixture(scope="module")
-def single(one: World):
+def single(one: RankPool):
     @cache
     def of(mtp: str) -> Stepped:
         return one.run(stepped, Setting(MODEL), mtp)[0]
@@ -63,7 +63,7 @@ def of_policy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_the_policy_does_not_notice(single, four: World, name: str) -> None:
+def test_the_policy_does_not_notice(single, four: RankPool, name: str) -> None:
     found, wanted = four.run(stepped, FOUR[name], "trained"), four.run(stepped, FOUR[name], "carried")
     for with_mtp, without in zip(found, wanted, strict=True):
         assert with_mtp.log_probs.keys() == without.log_probs.keys()
@@ -78,7 +78,7 @@ def test_the_policy_does_not_notice(single, four: World, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_every_layout_trains_the_same_layer(single, four: World, name: str) -> None:
+def test_every_layout_trains_the_same_layer(single, four: RankPool, name: str) -> None:
     wanted, found = single("trained"), four.run(stepped, FOUR[name], "trained")
     assert_same_scores(merged([part.log_probs for part in found]), wanted.log_probs)
     assert_same_gradients(found[0].gradients, wanted.gradients)
@@ -99,7 +99,7 @@ def test_loss_and_gradients_are_those_of_transformers_layer(single) -> None:
     assert moved == {name for name, gradient in gradients.items() if gradient.any()}
 
 
-def test_it_learns_and_checkpoints_hold_it(four: World, tmp_path: Path) -> None:
+def test_it_learns_and_checkpoints_hold_it(four: RankPool, tmp_path: Path) -> None:
     setting, other = FOUR["tp2 pp2 ep2"], Setting(MODEL, Layout(4, ep=4))
     found = four.run(losses, setting, 8)
     assert all(of_rank[-1] < 0.9 * of_rank[0] for of_rank in found)
@@ -108,13 +108,13 @@ def test_it_learns_and_checkpoints_hold_it(four: World, tmp_path: Path) -> None:
     assert max(float((resumed[key] - weight).abs().max()) for key, weight in uninterrupted.items()) < STEP
 
 
-def test_weights_come_back_to_the_bit(four: World) -> None:
+def test_weights_come_back_to_the_bit(four: RankPool) -> None:
     wanted, found = weights_of(MODEL, seed=1), four.run(loaded_back, FOUR["tp2 pp2 ep2"])[0]
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
 
 
-def test_muon_trains_it_too(one: World, four: World) -> None:
+def test_muon_trains_it_too(one: RankPool, four: RankPool) -> None:
     muon = {"name": "muon", "muon": {"round_mib": 1}}
     wanted, found = (
         one.run(stepped, Setting(MODEL), "trained", muon)[0],
@@ -130,6 +130,6 @@ def test_muon_trains_it_too(one: World, four: World) -> None:
         assert (found.weights[name] - wanted.weights[name]).norm() < 2e-3 * (wanted.weights[name] - before[name]).norm(), name
 
 
-def test_a_model_without_such_layers_is_told(one: World) -> None:
+def test_a_model_without_such_layers_is_told(one: RankPool) -> None:
     (message,) = one.run(nothing_to_train, Setting("deepseek_v3_moe"))
     assert "no layer for multi-token prediction" in message and "leave model.mtp out" in message

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.layouts import ParameterTable
 from megatron_rl.optim import MuonRates, MuonSettings, reference_step
 from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping import ParameterTable
 from tests.distributed.engine.cases import LEARNING_RATE, Setting
 from tests.distributed.engine.checkpoint_cases import save_and_go_on
 from tests.distributed.engine.muon_cases import (
@@ -25,8 +25,8 @@ from tests.distributed.engine.muon_cases import (
     step_without_loss,
     steps_without_expert,
 )
+from tests.distributed.engine.rank_pool import RankPool
 from tests.distributed.engine.subject import CONFIGS, weights_of
-from tests.distributed.engine.world import World
 
 # Of an update, relative to its norm. Against the reference, which starts from the same gradients, what is left is the iteration's own
 # rounding and that of weights near 1 (6e-8) beside an update of about .2 * LEARNING_RATE.
@@ -54,7 +54,7 @@ FOUR = {
 
 
 @pytest.fixture(scope="module")
-def single(one: World):
+def single(one: RankPool):
     @cache
     def of(model: str) -> Stepped:
         return one.run(muon_steps, Setting(model))[0]
@@ -86,7 +86,7 @@ def test_two_steps_are_the_references(single, model: str) -> None:
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_every_layout_makes_the_same_update(single, four: World, name: str) -> None:
+def test_every_layout_makes_the_same_update(single, four: RankPool, name: str) -> None:
     setting = FOUR[name]
     wanted, found, before = single(setting.model), four.run(muon_steps, setting)[0], weights_of(setting.model)
     for number in range(2):
@@ -98,8 +98,11 @@ def test_every_layout_makes_the_same_update(single, four: World, name: str) -> N
 
 
 @pytest.mark.parametrize("setting", [Setting(), Setting(layout=Layout(4, tp=2, pp=2, ep=2))], ids=["one", "tp2 pp2 ep2"])
-def test_an_expert_without_tokens_goes_on_with_its_momentum(one: World, four: World, setting: Setting) -> None:
-    found, before = (one if setting.layout.world_size == 1 else four).run(steps_without_expert, setting, 5)[0], weights_of("qwen3_moe")
+def test_an_expert_without_tokens_goes_on_with_its_momentum(one: RankPool, four: RankPool, setting: Setting) -> None:
+    found, before = (
+        (one if setting.layout.world_size == 1 else four).run(steps_without_expert, setting, 5)[0],
+        weights_of("qwen3_moe"),
+    )
     names = [name for name in matrices_of("qwen3_moe") if ".experts.5." in name]
     assert len(names) == 6 and all(found.gradients[0][name].any() for name in names)
     clipped = min(1.0, 1.0 / (found.grad_norms[0] + 1e-6))
@@ -113,7 +116,7 @@ def test_an_expert_without_tokens_goes_on_with_its_momentum(one: World, four: Wo
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3_moe"])
-def test_a_zero_gradient_only_decays(four: World, model: str) -> None:
+def test_a_zero_gradient_only_decays(four: RankPool, model: str) -> None:
     weights, grad_norm = four.run(step_without_loss, Setting(model, Layout(4, tp=2, pp=2, ep=2)))[0]
     assert grad_norm == 0
     for name in matrices_of(model):
@@ -121,7 +124,7 @@ def test_a_zero_gradient_only_decays(four: World, model: str) -> None:
         assert torch.allclose(weights[name], wanted, rtol=1e-6, atol=0), name
 
 
-def test_runs_are_equal_to_the_bit(four: World) -> None:
+def test_runs_are_equal_to_the_bit(four: RankPool) -> None:
     setting = Setting(layout=Layout(4, tp=2, ep=2))
     first, second = four.run(state_after_steps, setting), four.run(state_after_steps, setting)
     for one_rank, same_rank in zip(first, second, strict=True):
@@ -129,7 +132,7 @@ def test_runs_are_equal_to_the_bit(four: World) -> None:
         assert all(torch.equal(tensor, same_rank[name]) for name, tensor in one_rank.items())
 
 
-def test_momentum_is_the_only_state_and_falls_with_the_replicas(four: World) -> None:
+def test_momentum_is_the_only_state_and_falls_with_the_replicas(four: RankPool) -> None:
     """Each of the four replicas holds a quarter of the momentum, and there is no second moment of a matrix."""
     parameters = ParameterTable(CONFIGS["qwen3_moe"]).parameters
     names = {parameter.name for parameter in parameters if parameter.role.has_matrices}
@@ -141,7 +144,7 @@ def test_momentum_is_the_only_state_and_falls_with_the_replicas(four: World) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_resumed_is_uninterrupted(four: World, one: World, tmp_path: Path, dtype: str) -> None:
+def test_resumed_is_uninterrupted(four: RankPool, one: RankPool, tmp_path: Path, dtype: str) -> None:
     setting = Setting(layout=Layout(4, tp=2, pp=2, ep=2), dtype=dtype)
     wanted = four.run(save_and_go_on, setting, tmp_path / "step2", {"optimizer": MUON})[0]
     found, loss = four.run(resume, setting, tmp_path / "step2")[0]
@@ -156,6 +159,6 @@ def test_resumed_is_uninterrupted(four: World, one: World, tmp_path: Path, dtype
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("adamw", "muon"), ("muon", "adamw")])
-def test_the_other_optimizer_is_told(one: World, tmp_path: Path, saved_by: str, loaded_by: str) -> None:
+def test_the_other_optimizer_is_told(one: RankPool, tmp_path: Path, saved_by: str, loaded_by: str) -> None:
     (message,) = one.run(other_optimizer, Setting(), tmp_path / "step0", saved_by, loaded_by)
     assert f"optimizer.name = '{saved_by}'" in message and "megatron-to-hf" in message

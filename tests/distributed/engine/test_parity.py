@@ -13,9 +13,9 @@ from torch import Tensor
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import LEARNING_RATE, Evaluation, Setting, evaluate
 from tests.distributed.engine.oracle import expected
+from tests.distributed.engine.rank_pool import RankPool
 from tests.distributed.engine.step_cases import gradients_packed_backwards
 from tests.distributed.engine.subject import MODELS
-from tests.distributed.engine.world import World
 
 # fp32: logits of size 10 after four layers carry some 1e-6 each.
 LOG_PROB = 2e-5
@@ -88,7 +88,7 @@ def assert_same_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor]) -
 
 
 @pytest.fixture(scope="module")
-def single(one: World):
+def single(one: RankPool):
     @cache
     def of(model: str) -> Evaluation:
         return one.run(evaluate, Setting(model))[0]
@@ -106,7 +106,7 @@ def test_one_process_is_hugging_face(single, model: str) -> None:
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_every_layout_is_one_process(single, four: World, name: str) -> None:
+def test_every_layout_is_one_process(single, four: RankPool, name: str) -> None:
     setting = FOUR[name]
     wanted, found = single(setting.model), four.run(evaluate, setting)
     assert_same_scores(merged([part.log_probs for part in found]), wanted.log_probs)
@@ -118,6 +118,6 @@ def test_every_layout_is_one_process(single, four: World, name: str) -> None:
     assert moved < STEP
 
 
-def test_the_order_of_packing_changes_nothing(single, one: World) -> None:
+def test_the_order_of_packing_changes_nothing(single, one: RankPool) -> None:
     backwards = one.run(gradients_packed_backwards, Setting(max_tokens=25))[0]
     assert_same_gradients(backwards, single("qwen3_moe").gradients)

@@ -9,8 +9,8 @@ import torch
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import Setting
 from tests.distributed.engine.muon_cases import Clipped, clipped, refused_clip
+from tests.distributed.engine.rank_pool import RankPool
 from tests.distributed.engine.subject import weights_of
-from tests.distributed.engine.world import World
 
 QUERIES_AND_KEYS = {"llama": ("q_proj", "k_proj"), "deepseek_v3_moe": ("q_b_proj", "kv_b_proj")}
 
@@ -19,7 +19,7 @@ QUERIES_AND_KEYS = {"llama": ("q_proj", "k_proj"), "deepseek_v3_moe": ("q_b_proj
     ("model", "layouts"),
     [("llama", [Layout(4, tp=2, pp=2), Layout(4, tp=4)]), ("deepseek_v3_moe", [Layout(4, tp=2, pp=2, ep=2)])],
 )
-def test_the_largest_logit_comes_down_to_the_threshold(one: World, four: World, model: str, layouts: list[Layout]) -> None:
+def test_the_largest_logit_comes_down_to_the_threshold(one: RankPool, four: RankPool, model: str, layouts: list[Layout]) -> None:
     largest = one.run(clipped, Setting(model), 1e9)[0].largest_logits
     assert largest[0] == largest[1] > 0.1
     # Just below the largest one: the layers before the head's own are as they were, and so is what it attends with.
@@ -42,6 +42,6 @@ def changed(model: str, found: Clipped) -> set[str]:
     return {name for name, weight in found.weights.items() if not torch.equal(weight, before[name])}
 
 
-def test_normalised_queries_are_told_that_nothing_would_change(one: World) -> None:
+def test_normalised_queries_are_told_that_nothing_would_change(one: RankPool) -> None:
     (message,) = one.run(refused_clip, Setting("qwen3"))
     assert "normalises q and k" in message and "leave qk_clip out" in message

@@ -14,7 +14,7 @@ from tests.distributed.engine.quantisation_cases import (
     quantised_activations,
     refused,
 )
-from tests.distributed.engine.world import World
+from tests.distributed.engine.rank_pool import RankPool
 
 ONE = Setting(model=MODEL, layout=Layout(1))
 EVERYTHING = Setting(model=MODEL, layout=Layout(4, tp=2, pp=2, ep=2))
@@ -23,7 +23,7 @@ LAYOUTS = pytest.mark.parametrize("setting", [EVERYTHING, EXPERT_SHARDS], ids=["
 
 
 @LAYOUTS
-def test_values_are_those_of_the_whole_matrices_and_gradients_go_straight_through(four: World, setting: Setting) -> None:
+def test_values_are_those_of_the_whole_matrices_and_gradients_go_straight_through(four: RankPool, setting: Setting) -> None:
     """A plain run that was given the values, quantised whole by the test, computes the same to the last bit: so ranks quantise their
     shards to the same values, and nothing but the values differs."""
     answers = four.run(qat_against_loaded_values, setting)
@@ -36,7 +36,7 @@ def test_values_are_those_of_the_whole_matrices_and_gradients_go_straight_throug
 
 
 @LAYOUTS
-def test_servers_get_the_same_bytes_from_every_layout(four: World, setting: Setting) -> None:
+def test_servers_get_the_same_bytes_from_every_layout(four: RankPool, setting: Setting) -> None:
     found, other = four.run(packed_weights, setting)[0], four.run(packed_weights, Setting(model=MODEL, layout=Layout(4)))[0]
     assert list(found) == list(other)
     assert {tensor.dtype for tensor in found.values()} == {torch.uint8, torch.float8_e4m3fn, torch.float32}
@@ -46,17 +46,17 @@ def test_servers_get_the_same_bytes_from_every_layout(four: World, setting: Sett
     assert all(torch.equal(found[name], tensor) for name, tensor in other.items() if not tensor.dim())
 
 
-def test_weights_are_quantised_once_a_step(four: World) -> None:
+def test_weights_are_quantised_once_a_step(four: RankPool) -> None:
     for first, matrices, second in four.run(quantisations_of_a_step, EVERYTHING):
         assert first == second == matrices > 0
 
 
-def test_quantised_activations_change_the_scores(four: World) -> None:
+def test_quantised_activations_change_the_scores(four: RankPool) -> None:
     for weights_alone, both in four.run(quantised_activations, EVERYTHING):
         distance = max(np.abs(both[number] - weights_alone[number]).max() for number in both if both[number].size)
         assert 1e-3 < distance < 5.0
 
 
-def test_shards_that_cut_blocks_are_refused(four: World) -> None:
+def test_shards_that_cut_blocks_are_refused(four: RankPool) -> None:
     cut = Setting(model="qwen3_moe", layout=Layout(4))
     assert all("multiple of 16" in text for text in four.run(refused, cut, {"training": "qat", "rollouts": "nvfp4"}))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megatron_rl.keep_set import KeepSets, TokenKind, entropy_full, keep_set_log_probs, plan
+from megatron_rl.keep_set import KeepSets, TokenKind, entropy_full, keep_set_log_probs, shard_plan
 from megatron_rl.records import ContractError
 from tests.unit.keep_set.cases import GRADIENT_TOLERANCE, VALUE_TOLERANCE, Case, make_case, reference, relative_difference
 
@@ -31,7 +31,7 @@ CASES = {
     "a shard of padding only": make_case(4, vocab_size=40, num_rows=56, full=0.15, sizes=(1, 2, 30)),
     "singletons only": make_case(5, sizes=(1,)),
 }
-ROUTES = {"by cost": plan.CPU_COSTS, "pairs": plan.RouteCosts(1e9, 1e9), "dense": plan.RouteCosts(0.0, 0.0)}
+ROUTES = {"by cost": shard_plan.CPU_COSTS, "pairs": plan.RouteCosts(1e9, 1e9), "dense": plan.RouteCosts(0.0, 0.0)}
 RUNS = [
     (name, tp, sequence_parallel, fused, route)
     for name in CASES for tp in (1, 2, 4) for sequence_parallel in (False, True) for fused in (False, True) for route in ROUTES
@@ -50,7 +50,13 @@ def run_shard(case: Case, group: dist.ProcessGroup, sequence_parallel: bool, fus
     ((out.log_probs * case.upstream).sum() + (out.entropy * case.upstream_entropy).sum()).backward()
     full = entropy_full(hidden, weight, SAMPLE, temperature=case.temperature, **layout)
     d_weight = weight.main_grad if fused else weight.grad
-    return {"log_probs": out.log_probs.detach(), "entropy": out.entropy.detach(), "full": full, "d_hidden": hidden.grad, "d_weight": d_weight}
+    return {
+        "log_probs": out.log_probs.detach(),
+        "entropy": out.entropy.detach(),
+        "full": full,
+        "d_hidden": hidden.grad,
+        "d_weight": d_weight,
+    }
 
 
 def refused_by(case: Case, group: dist.ProcessGroup) -> str:
@@ -59,7 +65,9 @@ def refused_by(case: Case, group: dist.ProcessGroup) -> str:
     targets[case.keep_sets.sizes() > 1] = case.vocab_size  # in no set
     bad = dataclasses.replace(case.keep_sets, target_ids=targets)
     try:
-        keep_set_log_probs(case.hidden, case.weight.chunk(WORLD)[group.rank()], bad, temperature=1.0, vocab_size=case.vocab_size, group=group)
+        keep_set_log_probs(
+            case.hidden, case.weight.chunk(WORLD)[group.rank()], bad, temperature=1.0, vocab_size=case.vocab_size, group=group
+        )
     except ContractError as error:
         return error.rule
     return "nothing refused"
@@ -72,7 +80,7 @@ def worker(rank: int, folder: str) -> None:
     results = {}
     for name, tp, sequence_parallel, fused, route in RUNS:
         if rank < tp:
-            plan.CPU_COSTS = ROUTES[route]
+            shard_plan.CPU_COSTS = ROUTES[route]
             results[name, tp, sequence_parallel, fused, route] = run_shard(CASES[name], groups[tp], sequence_parallel, fused)
     results["refused"] = refused_by(CASES["spanning"], groups[WORLD])
     torch.save(results, f"{folder}/{rank}.pt")

@@ -8,8 +8,8 @@ from megatron_rl.planner import Candidate, ParameterCounts, Workload
 from megatron_rl.planner.memory import static_terms
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import Setting
+from tests.distributed.engine.rank_pool import RankPool
 from tests.distributed.engine.subject import MODELS
-from tests.distributed.engine.world import World
 from tests.distributed.planner.cases import buffers
 
 SETTINGS = {
@@ -23,13 +23,13 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(4) as world:
+def world() -> Iterator[RankPool]:
+    with RankPool(4) as world:
         yield world
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_lies_there_from_the_first_step_on(world: World, name: str) -> None:
+def test_what_lies_there_from_the_first_step_on(world: RankPool, name: str) -> None:
     setting = SETTINGS[name]
     counts = ParameterCounts(MODELS[setting.model])
     work = Workload(40, 20, 20, 8, 2, parameter_bytes=2 if setting.dtype == "bfloat16" else 4)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.engine.replay import make_routes
-from megatron_rl.trainer.faults import RankFaultError, ending_together
+from megatron_rl.trainer.faults import RankFaultError, fail_together
 from megatron_rl.wire.stores import join_store, serve_store
 
 WORLD = 3
@@ -47,7 +47,14 @@ def refuses(rank: int, group: dist.ProcessGroup) -> None:
     if rank == 1:
         routes = np.array([[[0, 1]], [[3, 3]]], dtype=np.uint8)
         make_routes(
-            routes, np.array([True, True]), np.arange(2), own=np.arange(2), num_layers=1, num_experts=4, top_k=2, device=torch.device("cpu")
+            routes,
+            np.array([True, True]),
+            np.arange(2),
+            own=np.arange(2),
+            num_layers=1,
+            num_experts=4,
+            top_k=2,
+            device=torch.device("cpu"),
         )
     if rank == 2:
         time.sleep(FOR_EVER_S)
@@ -61,7 +68,7 @@ def ends_well(rank: int, group: dist.ProcessGroup) -> None:
 
 def live(case: str, rank: int, store: dist.Store) -> None:
     """All output of a rank is what it says at its end."""
-    with ending_together(store, rank, WORLD):
+    with fail_together(store, rank, WORLD):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=TIMEOUT_S))
         group = dist.new_group(list(range(WORLD)), timeout=timedelta(seconds=TIMEOUT_S))
         reduce_with_others(group)

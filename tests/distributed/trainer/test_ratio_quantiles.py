@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.engine.world import World
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.objective import ratio_counts, ratio_quantiles
 from megatron_rl.trainer.scored import step_ratio_quantiles
 
@@ -17,17 +17,19 @@ def differences(rank: int, microbatch: int) -> torch.Tensor:
 
 
 def quantiles(rank: int, speaking: set[int]) -> dict[str, float]:
-    of_updates = [SimpleNamespace(ratio_counts=[ratio_counts(differences(rank, n)) for n in numbers]) for numbers in ((0, 1), (2,))]
+    of_updates = [
+        SimpleNamespace(ratio_counts=[ratio_counts(differences(rank, n)) for n in numbers]) for numbers in ((0, 1), (2,))
+    ]
     return step_ratio_quantiles(of_updates, rank in speaking, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
 def world():
-    with World(2) as world:
+    with RankPool(2) as world:
         yield world
 
 
 @pytest.mark.parametrize("speaking", [{0, 1}, {1}], ids=["data parallel", "pipeline"])
-def test_each_token_of_the_step_counts_once(world: World, speaking: set[int]) -> None:
+def test_each_token_of_the_step_counts_once(world: RankPool, speaking: set[int]) -> None:
     of_all = torch.cat([differences(rank, n) for rank in speaking for n in range(3)])
     assert world.run(quantiles, speaking) == [ratio_quantiles(ratio_counts(of_all))] * 2

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.attribution.factors import Factor, factors, hypotheses, residual
 from megatron_rl.config import Config, load_config
-from megatron_rl.layouts import ParameterTable
+from megatron_rl.weight_mapping import ParameterTable
 from tests.unit.attribution.record import record
 
 CONFIG = Path(__file__).parents[3] / "model_configs" / "tiny-moe-cpu.toml"

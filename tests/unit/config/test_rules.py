@@ -39,8 +39,14 @@ REFUSED = [
     ({"precision": {"rollouts": "nvfp4"}}, "trainer and servers hold different weights"),
     ({"precision": {"activations": "nvfp4"}}, "needs precision.training = 'qat', not 'full'"),
     ({"run": {"device": "cpu"}, "precision": W4A4}, "set weight_sync.probe_tolerance to the difference"),
-    ({"run": {"device": "cpu"}, "precision": {"training": "native"}}, "needs a Blackwell GPU and Transformer Engine; on a CPU use 'qat'"),
-    ({"run": {"device": "cuda"}, "model": {"dtype": "float32"}, "precision": {"training": "qat", "rollouts": "nvfp4"}}, "set model.dtype = 'bfloat16'"),
+    (
+        {"run": {"device": "cpu"}, "precision": {"training": "native"}},
+        "needs a Blackwell GPU and Transformer Engine; on a CPU use 'qat'",
+    ),
+    (
+        {"run": {"device": "cuda"}, "model": {"dtype": "float32"}, "precision": {"training": "qat", "rollouts": "nvfp4"}},
+        "set model.dtype = 'bfloat16'",
+    ),
     ({"run": {"device": "cuda"}, "precision": W4A4, "weight_sync": {"transport": "gloo"}}, "all others multiply whole ones"),
 ]
 
@@ -87,7 +93,7 @@ def test_derived_values():
             "max_new_tokens": 9,
         },
     )
-    assert config.parallel == Layout(world_size=8, tp=2, pp=2, ep=2, vpp=2)
+    assert config.parallel_layout == Layout(world_size=8, tp=2, pp=2, ep=2, vpp=2)
     assert config.sequence_parallel and not make().sequence_parallel
     assert config.rollouts_per_step == 15
     assert config.sampling == Sampling(temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=9)

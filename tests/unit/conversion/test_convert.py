@@ -1,6 +1,6 @@
 """Conversion there and back is bit-equal for every family, goes on after an interruption, and reads FP8; no Megatron is needed.
 
-That Megatron itself loads the checkpoints, at any layout, is shown in tests/distributed/layouts.
+That Megatron itself loads the checkpoints, at any layout, is shown in tests/distributed/weight_mapping.
 """
 
 import json
@@ -21,7 +21,7 @@ from megatron_rl.conversion import (
     open_checkpoint,
     write_hf_checkpoint,
 )  # fmt: skip
-from megatron_rl.layouts import ParameterTable
+from megatron_rl.weight_mapping import ParameterTable
 
 DATA = Path(__file__).parents[2] / "data"
 MODELS: dict[str, dict[str, Any]] = {
@@ -155,7 +155,10 @@ def test_an_interrupted_conversion_of_another_source_is_refused(tmp_path: Path) 
 
 
 def test_block_scaled_fp8_is_read_as_bf16(tmp_path: Path) -> None:
-    config = {**MODELS["moonlight_moe"], "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 8]}}
+    config = {
+        **MODELS["moonlight_moe"],
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 8]},
+    }
     folder, name = tmp_path / "fp8", "model.layers.0.mlp.down_proj.weight"
     source = write_model(tmp_path / "hf", MODELS["moonlight_moe"])
     tensors, values, scale = dict(source), torch.randn(32, 44), torch.rand(2, 6) + 0.1  # 44 columns: five blocks and a half
@@ -178,7 +181,9 @@ def test_fp8_without_a_scale_is_refused(tmp_path: Path) -> None:
     config = {**MODELS["llama"], "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     save_file({"lm_head.weight": torch.zeros(109, 40).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"lm_head.weight_scale_inv is missing, expected \[1, 1\] for blocks of \[128, 128\]"):
+    with pytest.raises(
+        CheckpointError, match=r"lm_head.weight_scale_inv is missing, expected \[1, 1\] for blocks of \[128, 128\]"
+    ):
         HfCheckpoint.open(tmp_path)
 
 

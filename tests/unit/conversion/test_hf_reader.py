@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.conversion import CheckpointError, HfCheckpoint, make_random_model
-from megatron_rl.layouts import ParameterTable
+from megatron_rl.weight_mapping import ParameterTable
 
 MODELS = json.loads((Path(__file__).parents[2] / "data" / "small_models.json").read_text())
 

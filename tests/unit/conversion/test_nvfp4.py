@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_rl.conversion import CheckpointError, HfCheckpoint, QuantisedAs, hf_to_megatron, megatron_to_hf
 from megatron_rl.conversion.outgoing import left_out
 from megatron_rl.launch.convert import quantised_as
-from megatron_rl.layouts import ParameterTable
 from megatron_rl.precision import LAYOUTS, QuantisationError, Selection, amax_of, fake_quantise
+from megatron_rl.weight_mapping import ParameterTable
 from tests.unit.conversion.test_convert import DATA, MODELS, Interrupted, write_model
 
 SIZES = {

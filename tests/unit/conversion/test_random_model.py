@@ -9,7 +9,7 @@ import transformers
 
 from megatron_rl.conversion import CheckpointError, HfCheckpoint, make_random_model, random_hf_tensors
 from megatron_rl.conversion.character_tokenizer import NUM_USED_TOKENS
-from megatron_rl.layouts import ParameterTable
+from megatron_rl.weight_mapping import ParameterTable
 
 MODELS = json.loads((Path(__file__).parents[2] / "data" / "small_models.json").read_text())
 

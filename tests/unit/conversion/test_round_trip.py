@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from megatron_rl.conversion import HfCheckpoint, hf_tensors, write_hf_checkpoint
-from megatron_rl.layouts import Parameter, ParameterTable, Placement
 from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping import Parameter, ParameterTable, Placement
 
 MODELS = {
     name: config

@@ -15,9 +15,9 @@ from megatron_rl.config.sections import Precision
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.engine.quantisation import PolicyQuantiser, native_fp4_settings, quantise_inputs
-from megatron_rl.layouts import ParameterTable, Placement
 from megatron_rl.precision import Selection, amax_of, fake_quantise
 from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping import ParameterTable, Placement
 
 MODEL = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 16, "hidden_size": 32, "intermediate_size": 48,

@@ -24,7 +24,9 @@ class Case:
     upstream_entropy: Tensor  # [T]
 
 
-def make_sets(num_tokens: int, vocab_size: int, sizes: list[int], generator: torch.Generator, *, unscored=0.15, full=0.0) -> KeepSets:
+def make_sets(
+    num_tokens: int, vocab_size: int, sizes: list[int], generator: torch.Generator, *, unscored=0.15, full=0.0
+) -> KeepSets:
     """Sets of random ids in random order, the size of each drawn from `sizes`; shares of tokens without value and without truncation."""
     draw = torch.rand(num_tokens, generator=generator)
     kinds = torch.full((num_tokens,), int(TokenKind.KEEP_SET), dtype=torch.uint8)
@@ -40,7 +42,9 @@ def make_sets(num_tokens: int, vocab_size: int, sizes: list[int], generator: tor
     return KeepSets(targets, kinds, torch.cat([torch.empty(0, dtype=torch.int64), *kept]).int(), offsets)
 
 
-def make_case(seed=0, *, num_tokens=24, vocab_size=50, num_rows=56, width=16, dtype=torch.float32, sizes=(1, 1, 2, 3, 5), **kinds) -> Case:
+def make_case(
+    seed=0, *, num_tokens=24, vocab_size=50, num_rows=56, width=16, dtype=torch.float32, sizes=(1, 1, 2, 3, 5), **kinds
+) -> Case:
     """num_rows: vocabulary rows with padding; the padding rows' logits would swallow everything if they took part."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num_tokens, width, generator=generator, dtype=torch.float64).to(dtype)

@@ -24,7 +24,9 @@ def test_as_the_cpu_kernels(width, dtype):
     coefficients = torch.randn(44, generator=generator).to(torch.promote_types(dtype, torch.float32))
     for name, arguments in (("pair_dots", (left,)), ("weighted_sums", (coefficients,))):
         got, wanted = (getattr(module, name)(*arguments, table, index, offsets) for module in (triton_kernels, cpu_kernels))
-        assert got.dtype == wanted.dtype and relative_difference(got, wanted) < 1e-6, name  # fp32 sums of 200 terms in another order
+        assert got.dtype == wanted.dtype and relative_difference(got, wanted) < 1e-6, (
+            name
+        )  # fp32 sums of 200 terms in another order
 
 
 def test_no_pair_and_no_bag():

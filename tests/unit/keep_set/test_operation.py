@@ -5,33 +5,43 @@ import math
 import pytest
 import torch
 
-from megatron_rl.keep_set import KeepSets, TokenKind, entropy_full, keep_set_log_probs, plan
+from megatron_rl.keep_set import KeepSets, TokenKind, entropy_full, keep_set_log_probs, shard_plan
 from megatron_rl.records import ContractError
 from tests.unit.keep_set.cases import GRADIENT_TOLERANCE, VALUE_TOLERANCE, Case, make_case, reference, relative_difference
 
 FORCED_ROUTES = {
-    "by cost": plan.CPU_COSTS,
-    "pairs": plan.RouteCosts(dense_entry=math.inf, dense_row=math.inf),
-    "dense": plan.RouteCosts(dense_entry=0.0, dense_row=0.0),
+    "by cost": shard_plan.CPU_COSTS,
+    "pairs": shard_plan.RouteCosts(dense_entry=math.inf, dense_row=math.inf),
+    "dense": shard_plan.RouteCosts(dense_entry=0.0, dense_row=0.0),
 }
 
 
 @pytest.fixture(params=FORCED_ROUTES)
 def route(request, monkeypatch):
-    monkeypatch.setattr(plan, "CPU_COSTS", FORCED_ROUTES[request.param])
+    monkeypatch.setattr(shard_plan, "CPU_COSTS", FORCED_ROUTES[request.param])
     return request.param
 
 
 def run(case: Case, *, with_entropy=False) -> dict[str, torch.Tensor]:
     hidden, weight = (tensor.clone().requires_grad_() for tensor in (case.hidden, case.weight))
     out = keep_set_log_probs(
-        hidden, weight, case.keep_sets, temperature=case.temperature, vocab_size=case.vocab_size, entropy_has_gradient=with_entropy
+        hidden,
+        weight,
+        case.keep_sets,
+        temperature=case.temperature,
+        vocab_size=case.vocab_size,
+        entropy_has_gradient=with_entropy,
     )
     loss = (out.log_probs * case.upstream).sum()
     if with_entropy:
         loss = loss + (out.entropy * case.upstream_entropy).sum()
     loss.backward()
-    return {"log_probs": out.log_probs.detach(), "entropy": out.entropy.detach(), "d_hidden": hidden.grad, "d_weight": weight.grad}
+    return {
+        "log_probs": out.log_probs.detach(),
+        "entropy": out.entropy.detach(),
+        "d_hidden": hidden.grad,
+        "d_weight": weight.grad,
+    }
 
 
 def assert_as_reference(case: Case, **options) -> None:
@@ -50,7 +60,9 @@ def test_values_and_gradients_are_the_references(dtype, with_entropy, route):
 @pytest.mark.parametrize("shape", [(1, 7, 7, 3), (5, 300, 304, 8), (200, 33, 40, 64)])
 def test_other_shapes(shape, route):
     num_tokens, vocab_size, num_rows, width = shape
-    assert_as_reference(make_case(2, num_tokens=num_tokens, vocab_size=vocab_size, num_rows=num_rows, width=width, full=0.1, sizes=(1, 2, 6)))
+    assert_as_reference(
+        make_case(2, num_tokens=num_tokens, vocab_size=vocab_size, num_rows=num_rows, width=width, full=0.1, sizes=(1, 2, 6))
+    )
 
 
 def test_several_chunks_blocks_and_groups_give_the_same(monkeypatch, route):
@@ -58,18 +70,22 @@ def test_several_chunks_blocks_and_groups_give_the_same(monkeypatch, route):
 
     for module, name, value in (
         (cpu_kernels, "_WIDENED_BYTES", 512), (pair_route, "_SUMS_BYTES", 256), (dense_route, "_CHUNK_BYTES", 1),
-        (plan, "_WIDE_PAIRS_AT_ONCE", 100), (dense_route, "_TOKENS_AT_ONCE", 7),
+        (shard_plan, "_WIDE_PAIRS_AT_ONCE", 100), (dense_route, "_TOKENS_AT_ONCE", 7),
     ):  # fmt: skip
         assert hasattr(module, name)
         monkeypatch.setattr(module, name, value)
     for dtype in (torch.float32, torch.bfloat16):
-        assert_as_reference(make_case(3, dtype=dtype, num_tokens=40, vocab_size=500, num_rows=512, full=0.2, sizes=(1, 2, 30, 400)))
+        assert_as_reference(
+            make_case(3, dtype=dtype, num_tokens=40, vocab_size=500, num_rows=512, full=0.2, sizes=(1, 2, 30, 400))
+        )
 
 
 def test_by_hand():
     """Logits [2, .5, 1, -1, 0], set {0, 2, 4}, target 2; the whole vocabulary beside it."""
     weight = torch.tensor([[2.0], [0.5], [1.0], [-1.0], [0.0]])
-    sets = KeepSets(torch.tensor([2, 2]), torch.tensor([1, 2], dtype=torch.uint8), torch.tensor([4, 2, 0]).int(), torch.tensor([0, 3, 3]))
+    sets = KeepSets(
+        torch.tensor([2, 2]), torch.tensor([1, 2], dtype=torch.uint8), torch.tensor([4, 2, 0]).int(), torch.tensor([0, 3, 3])
+    )
     out = keep_set_log_probs(torch.ones(2, 1), weight, sets, temperature=1.0, vocab_size=5)
     torch.testing.assert_close(out.log_probs, torch.tensor([-1.40761, -1.57444]), atol=1e-5, rtol=0)
 
@@ -164,7 +180,10 @@ def test_ratio_at_equal_weights_is_one_with_the_sets_and_the_kept_mass_without()
     targets = order.gather(1, drawn).squeeze(1)
     rollout = (probabilities.gather(1, drawn).squeeze(1) / mass).log()
     offsets = torch.nn.functional.pad(is_kept.sum(1).cumsum(0), (1, 0))
-    ones, no_ids = torch.ones(num_tokens, dtype=torch.bool), (torch.empty(0, dtype=torch.int32), torch.zeros(num_tokens + 1, dtype=torch.int64))
+    ones, no_ids = (
+        torch.ones(num_tokens, dtype=torch.bool),
+        (torch.empty(0, dtype=torch.int32), torch.zeros(num_tokens + 1, dtype=torch.int64)),
+    )
     replayed = KeepSets.from_masks(targets, ones, ~ones, order[is_kept].int(), offsets)
     ratio = (keep_set_log_probs(hidden, weight, replayed, temperature=1.0, vocab_size=vocab_size).log_probs - rollout).exp()
     assert (ratio - 1).abs().max() < 1e-5
@@ -213,7 +232,7 @@ def test_routes_agree_on_every_token(monkeypatch):
     case = make_case(15, num_tokens=60, vocab_size=200, num_rows=208, full=0.1, sizes=(1, 2, 20, 150))
     results = []
     for costs in FORCED_ROUTES.values():
-        monkeypatch.setattr(plan, "CPU_COSTS", costs)
+        monkeypatch.setattr(shard_plan, "CPU_COSTS", costs)
         results.append(run(case))
     for other in results[1:]:
         for name, tensor in other.items():
@@ -249,7 +268,10 @@ def test_what_would_give_a_wrong_number_is_refused_in_the_call(route):
 def test_a_lost_set_and_a_singleton_of_another_id_are_refused():
     """Both would silently score 0."""
     kinds, target, no_set = torch.tensor([1], dtype=torch.uint8), torch.tensor([3]), torch.zeros(0, dtype=torch.int32)
-    for ids, offsets, rule in ((no_set, [0, 0], "keeps at least one id"), (no_set.new_tensor([4]), [0, 1], "the target is in its keep-set")):
+    for ids, offsets, rule in (
+        (no_set, [0, 0], "keeps at least one id"),
+        (no_set.new_tensor([4]), [0, 1], "the target is in its keep-set"),
+    ):
         sets = KeepSets(target, kinds, ids, torch.tensor(offsets))
         with pytest.raises(ContractError, match=rule):
             keep_set_log_probs(torch.ones(1, 2), torch.ones(5, 2), sets, temperature=1.0, vocab_size=5)
@@ -277,6 +299,8 @@ def test_shapes_dtypes_and_temperature_are_checked():
 def test_full_entropy_of_a_sample():
     case = make_case(19, full=1.0, unscored=0.0)
     sample = torch.tensor([20, 3, 7])
-    got = entropy_full(case.hidden.requires_grad_(), case.weight, sample, temperature=case.temperature, vocab_size=case.vocab_size)
+    got = entropy_full(
+        case.hidden.requires_grad_(), case.weight, sample, temperature=case.temperature, vocab_size=case.vocab_size
+    )
     assert not got.requires_grad
     assert relative_difference(got, reference(case, with_entropy=False)["entropy"][sample]) < VALUE_TOLERANCE[torch.float32]

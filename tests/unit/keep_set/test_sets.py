@@ -40,7 +40,12 @@ def test_a_set_wider_than_top_k_by_ties_is_accepted_whole():
         ({"keep_ids": [5, 7, 10]}, 3, 10, "kept ids lie in 0..9"),
         ({"target_ids": [7, 2, 10, 4]}, 2, 10, "targets lie in 0..9"),
         ({"keep_offsets": [0, 3, 3, 3, 3]}, 3, 0, "keeps at least one id"),
-        ({"keep_offsets": [0, 2, 3, 3, 3], "keep_ids": [5, 7, 4], "kinds": [1, 0, 2, 0]}, 1, 1, "only KEEP_SET tokens have a set"),
+        (
+            {"keep_offsets": [0, 2, 3, 3, 3], "keep_ids": [5, 7, 4], "kinds": [1, 0, 2, 0]},
+            1,
+            1,
+            "only KEEP_SET tokens have a set",
+        ),
         ({"kinds": [1, 0, 2, 2]}, 3, 1, "only KEEP_SET tokens have a set"),
         ({"kinds": [1, 3, 2, 1]}, 1, 3, "kinds are"),
         ({"keep_offsets": [0, 3, 2, 2, 3]}, 1, -1, "keep_offsets never fall"),
@@ -66,7 +71,9 @@ def test_an_unscored_token_may_have_any_target():
 
 def test_masks_become_kinds():
     scored, full = torch.tensor([True, False, True, False]), torch.tensor([False, False, True, True])
-    sets = KeepSets.from_masks(torch.zeros(4, dtype=torch.int64), scored, full, torch.tensor([0]).int(), torch.tensor([0, 1, 1, 1, 1]))
+    sets = KeepSets.from_masks(
+        torch.zeros(4, dtype=torch.int64), scored, full, torch.tensor([0]).int(), torch.tensor([0, 1, 1, 1, 1])
+    )
     assert sets.kinds.tolist() == [TokenKind.KEEP_SET, TokenKind.UNSCORED, TokenKind.FULL, TokenKind.UNSCORED]
 
 

@@ -16,7 +16,15 @@ pytest.importorskip("triton")
 def test_their_logic_in_the_interpreter():
     """In a process of its own: Triton decides when it is imported whether its functions are interpreted, and much imports Triton."""
     root = Path(__file__).parents[3]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name("interpreted_triton_kernels.py"))]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(Path(__file__).with_name("interpreted_triton_kernels.py")),
+    ]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
     result = subprocess.run(command, check=False, cwd=root, env=environment, capture_output=True, text=True)
     assert result.returncode == 0 and "11 passed" in result.stdout, result.stdout + result.stderr
@@ -33,7 +41,15 @@ def test_they_compile(capability, table):
 
     from megatron_rl.keep_set import triton_kernels as kernels
 
-    pointers = {"left": f"*{table}", "table": f"*{table}", "index": "*i32", "bag": "*i64", "dots": "*fp32", "offsets": "*i32", "sums": "*fp32"}
+    pointers = {
+        "left": f"*{table}",
+        "table": f"*{table}",
+        "index": "*i32",
+        "bag": "*i64",
+        "dots": "*fp32",
+        "offsets": "*i32",
+        "sums": "*fp32",
+    }
     types = {**pointers, "coefficients": "*fp32", "num_pairs": "i32", "width": "i32"}
     constants = {"PAIRS": kernels._PAIRS, "COLUMNS": kernels._COLUMNS, "DTYPE": tl.float32}
     for kernel in (kernels._pair_dots, kernels._weighted_sums):

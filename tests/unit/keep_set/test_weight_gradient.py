@@ -60,7 +60,9 @@ def test_tied_embedding_keeps_both_gradients():
     log_prob_loss(case, plain, torch.nn.functional.embedding(tokens, plain) + case.hidden).backward()
     assert relative_difference(ddp.weight.main_grad, plain.grad) < GRADIENT_TOLERANCE[torch.float32]
     case.hidden = hidden.detach()
-    assert relative_difference(plain.grad, reference(case, with_entropy=False)["d_weight"]) > 1e-2  # the embedding's part is in it
+    assert (
+        relative_difference(plain.grad, reference(case, with_entropy=False)["d_weight"]) > 1e-2
+    )  # the embedding's part is in it
 
 
 def test_main_grad_without_ddp_is_used_and_nothing_delivered():
@@ -69,7 +71,9 @@ def test_main_grad_without_ddp_is_used_and_nothing_delivered():
     weight.main_grad = torch.zeros_like(weight.data)
     log_prob_loss(case, weight).backward()
     assert weight.grad is None
-    assert relative_difference(weight.main_grad, reference(case, with_entropy=False)["d_weight"]) < GRADIENT_TOLERANCE[torch.float32]
+    assert (
+        relative_difference(weight.main_grad, reference(case, with_entropy=False)["d_weight"]) < GRADIENT_TOLERANCE[torch.float32]
+    )
 
 
 def test_a_microbatch_of_singletons_still_runs_the_hook_and_adds_nothing():
@@ -86,13 +90,19 @@ def test_a_frozen_weight_gets_nothing():
     case.weight.main_grad = torch.zeros_like(case.weight)
     log_prob_loss(case, case.weight).backward()
     assert not case.weight.main_grad.any()
-    assert relative_difference(case.hidden.grad, reference(case, with_entropy=False)["d_hidden"]) < GRADIENT_TOLERANCE[torch.float32]
+    assert (
+        relative_difference(case.hidden.grad, reference(case, with_entropy=False)["d_hidden"]) < GRADIENT_TOLERANCE[torch.float32]
+    )
 
 
 def test_deterministic_mode_neither_refuses_nor_fills_the_delivered_tensor(monkeypatch):
     """Filling it would write [vocabulary, hidden] NaN in each backward. The mode's own flag is as before afterwards."""
     seen = []
-    monkeypatch.setattr(weight_gradient.torch, "empty_like", lambda *a, **k: seen.append(torch.utils.deterministic.fill_uninitialized_memory) or a[0])
+    monkeypatch.setattr(
+        weight_gradient.torch,
+        "empty_like",
+        lambda *a, **k: seen.append(torch.utils.deterministic.fill_uninitialized_memory) or a[0],
+    )
     case = make_case(7, full=0.1)
     ddp = DataParallel(case.weight)
     torch.use_deterministic_algorithms(True)
@@ -103,7 +113,10 @@ def test_deterministic_mode_neither_refuses_nor_fills_the_delivered_tensor(monke
     finally:
         torch.use_deterministic_algorithms(False)
     assert seen == [False] and torch.utils.deterministic.fill_uninitialized_memory
-    assert relative_difference(ddp.weight.main_grad, reference(case, with_entropy=False)["d_weight"]) < GRADIENT_TOLERANCE[torch.float32]
+    assert (
+        relative_difference(ddp.weight.main_grad, reference(case, with_entropy=False)["d_weight"])
+        < GRADIENT_TOLERANCE[torch.float32]
+    )
 
 
 def test_a_bf16_gradient_of_many_groups_is_rounded_once(monkeypatch):
@@ -115,4 +128,6 @@ def test_a_bf16_gradient_of_many_groups_is_rounded_once(monkeypatch):
     weight = case.weight.clone().requires_grad_()
     log_prob_loss(case, weight).backward()
     wanted = reference(case, with_entropy=False)["d_weight"]
-    assert ((weight.grad.double() - wanted) / wanted).abs().max() < 2**-8  # half a unit in the last place, and the rounding of fp32
+    assert (
+        (weight.grad.double() - wanted) / wanted
+    ).abs().max() < 2**-8  # half a unit in the last place, and the rounding of fp32

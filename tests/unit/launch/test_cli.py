@@ -42,7 +42,13 @@ def test_help_teaches():
 def test_a_dry_run_prints_everything_and_starts_nothing(tmp_path):
     result = invoke("train", CONFIG, "--dry-run", "--run.folder", str(tmp_path), "--run.name", "x")
     assert result.exit_code == 0, result.output
-    for expected in ("prompts_per_step", "parameters = ", "rank 1: tp 0, cp 0, dp 1, pp 0, ep 1, layers 0..3, experts 4..7", "server-0: ", "trainer-1: "):
+    for expected in (
+        "prompts_per_step",
+        "parameters = ",
+        "rank 1: tp 0, cp 0, dp 1, pp 0, ep 1, layers 0..3, experts 4..7",
+        "server-0: ",
+        "trainer-1: ",
+    ):
         assert expected in result.output
     assert not list(tmp_path.iterdir())
 

@@ -69,7 +69,10 @@ def test_servers_and_workers_are_dealt_out_to_the_rollout_nodes(machines):
         return started
 
     first, second = asyncio.run(scene())
-    assert [sorted(o.name for o in node) for node in (first, second)] == [["server-0", "server-2", "worker-0"], ["server-1", "worker-1"]]
+    assert [sorted(o.name for o in node) for node in (first, second)] == [
+        ["server-0", "server-2", "worker-0"],
+        ["server-1", "worker-1"],
+    ]
     servers = {o.name: o for o in (*first, *second) if o.name.startswith("server")}
     assert [servers[f"server-{slot}"].env["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["4,5", "4,5", "6,7"]
     for slot, address in enumerate(("10.0.1.0", "10.0.1.1", "10.0.1.0")):

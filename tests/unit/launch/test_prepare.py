@@ -45,7 +45,9 @@ def test_servers_with_nvfp4_layers_get_a_config_that_says_so(tmp_path: Path, act
     plain = config(tmp_path / "m").model_dump()
     precision = {"training": "qat", "rollouts": "nvfp4", "activations": activations, "modules": ["mlp"]}
     sync = {"probe_tolerance": 1.0}
-    quantised = Config.model_validate(plain | {"run": plain["run"] | {"device": "cuda"}, "precision": precision, "weight_sync": sync})
+    quantised = Config.model_validate(
+        plain | {"run": plain["run"] | {"device": "cuda"}, "precision": precision, "weight_sync": sync}
+    )
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     for _ in range(2):  # a resumed run finds it there
@@ -57,7 +59,9 @@ def test_servers_with_nvfp4_layers_get_a_config_that_says_so(tmp_path: Path, act
     }  # fmt: skip
     assert described == whole and not list(run.nvfp4_model.glob("*.safetensors"))
     for device, folder in (("cuda", run.nvfp4_model), ("cpu", run.model)):
-        of = Config.model_validate(plain | {"run": plain["run"] | {"device": device}, "precision": precision, "weight_sync": sync})
+        of = Config.model_validate(
+            plain | {"run": plain["run"] | {"device": device}, "precision": precision, "weight_sync": sync}
+        )
         argv = server_process(of, run, 0, "127.0.0.1", 8000, 0, "key").argv
         assert argv[argv.index("--model") + 1] == str(folder)
 

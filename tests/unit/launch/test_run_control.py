@@ -56,7 +56,7 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         assert result.exit_code == 2 and str(tmp_path) in result.output
 
 
-@pytest.mark.parametrize("content", [b"", b"{\"broken", b"[]", b"{}"])
+@pytest.mark.parametrize("content", [b"", b'{"broken', b"[]", b"{}"])
 def test_a_damaged_status_is_named(tmp_path, content):
     folder = folder_with(tmp_path)
     folder.status_file.write_bytes(content)
@@ -120,7 +120,11 @@ def slurm(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("state", "words", "said"),
-    [("RUNNING", "--batch --signal=USR2 12", "finished and saved"), ("PENDING", "12", "was PENDING and is cancelled"), ("", None, "does not know job 12")],
+    [
+        ("RUNNING", "--batch --signal=USR2 12", "finished and saved"),
+        ("PENDING", "12", "was PENDING and is cancelled"),
+        ("", None, "does not know job 12"),
+    ],
 )
 def test_a_job_is_stopped_by_slurm(tmp_path, slurm, state, words, said):
     folder = folder_with(tmp_path / "run", host="a-node")

@@ -62,10 +62,17 @@ def test_the_dry_run_prints_exactly_what_is_submitted(tmp_path, sbatch):
 
 
 def test_bash_reads_the_script(tmp_path):
-    words = ["--slurm.prologue", "'''module load cuda\nexport A=\"b c\"'''", "--slurm.container_image", "/images/a b.sqsh", "--run.name", "x"]
+    words = [
+        "--slurm.prologue",
+        "'''module load cuda\nexport A=\"b c\"'''",
+        "--slurm.container_image",
+        "/images/a b.sqsh",
+        "--run.name",
+        "x",
+    ]
     text = script(tmp_path / "with space", *words)
     assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False).stderr == ""
-    assert "module load cuda\nexport A=\"b c\"" in text
+    assert 'module load cuda\nexport A="b c"' in text
     assert f"RUN='{tmp_path}/with space/x'" in text and f"#SBATCH '--output={tmp_path}/with space/x/logs/job-%j.log'\n" in text
     assert "'--container-image=/images/a b.sqsh'" in text and f"--container-workdir={Path.cwd()}" in text
 
@@ -79,8 +86,19 @@ def test_each_role_gets_its_nodes(tmp_path):
     ]  # fmt: skip
     text = script(tmp_path, *words)
     trainer, rollouts = of_component(text, 0), of_component(text, 1)
-    for component, expected in ((trainer, ("--nodes=2", "--partition=batch")), (rollouts, ("--nodes=3", "--partition=inference", "--constraint=h100&nvme"))):
-        for option in (*expected, "--gpus-per-node=8", "--account=lab", "--qos=high", "--time=1-12:00:00", "--reservation=r", "--exclusive"):
+    for component, expected in (
+        (trainer, ("--nodes=2", "--partition=batch")),
+        (rollouts, ("--nodes=3", "--partition=inference", "--constraint=h100&nvme")),
+    ):
+        for option in (
+            *expected,
+            "--gpus-per-node=8",
+            "--account=lab",
+            "--qos=high",
+            "--time=1-12:00:00",
+            "--reservation=r",
+            "--exclusive",
+        ):
             assert f"#SBATCH {option}\n" in component, (option, component)
     assert "--signal=B:USR1@900" in trainer and "constraint" not in trainer
     assert "--het-group=1 --nodes=3 --ntasks=3" in text
@@ -159,7 +177,9 @@ def test_the_model_is_checked_before_anything_is_submitted(tmp_path, sbatch, mon
 
 
 def test_what_sbatch_says_is_passed_on(tmp_path, sbatch):
-    (Path(os.environ["PATH"].split(":")[0]) / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: fast' >&2\nexit 1\n")
+    (Path(os.environ["PATH"].split(":")[0]) / "sbatch").write_text(
+        "#!/bin/sh\necho 'sbatch: error: invalid partition specified: fast' >&2\nexit 1\n"
+    )
     result = invoke("launch", CONFIG, "--run.folder", str(tmp_path), "--slurm.partition", "fast")
     assert result.exit_code == 2 and "invalid partition specified: fast" in result.output
 
@@ -169,8 +189,16 @@ def test_a_sweep_is_a_job_for_each_point(tmp_path, sbatch):
     result = invoke("launch", CONFIG, "--run.folder", str(tmp_path), *words)
     assert result.exit_code == 0, result.output
     runs = {path.name: RunFolder(path).config() for path in tmp_path.glob("tiny-*")}
-    assert sorted((c.optimizer.learning_rate, c.rollouts.top_p) for c in runs.values()) == [(1e-4, 0.9), (1e-4, 1.0), (3e-4, 0.9), (3e-4, 1.0)]
-    assert "tiny-moe-cpu-learning_rate-0.0001-top_p-0.9" in runs and sbatch.read_text().count("#SBATCH --job-name=tiny-moe-cpu-") == 4
+    assert sorted((c.optimizer.learning_rate, c.rollouts.top_p) for c in runs.values()) == [
+        (1e-4, 0.9),
+        (1e-4, 1.0),
+        (3e-4, 0.9),
+        (3e-4, 1.0),
+    ]
+    assert (
+        "tiny-moe-cpu-learning_rate-0.0001-top_p-0.9" in runs
+        and sbatch.read_text().count("#SBATCH --job-name=tiny-moe-cpu-") == 4
+    )
 
 
 def test_a_run_whose_job_goes_on_is_not_submitted_again(tmp_path, sbatch):

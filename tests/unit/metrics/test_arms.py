@@ -29,7 +29,9 @@ def test_both_ends_of_a_run_are_its_outer_quarters():
         run(reward_mean=float, abs_dlogp_max=lambda step: 1.0 / (step + 1), singleton_share=lambda step: step % 2)
     )
     assert measured["reward, first quarter"] == 3.0 and measured["reward, last quarter"] == 26.0  # seven of thirty steps
-    assert measured["largest abs Δ log p, first quarter"] == 1.0 and measured["largest abs Δ log p, last quarter"] == pytest.approx(1 / 24)
+    assert measured["largest abs Δ log p, first quarter"] == 1.0 and measured[
+        "largest abs Δ log p, last quarter"
+    ] == pytest.approx(1 / 24)
     assert measured["singleton share"] == 0.5
     assert "entropy, keep-sets, first quarter" not in measured
 

@@ -5,8 +5,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.layouts import ParameterTable, Placement
 from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping import ParameterTable, Placement
 
 _ROOT = Path(__file__).parents[3]
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from megatron_rl.layouts import GroupedQueryAttention, LatentAttention
 from megatron_rl.optim.qk_clip import clip_factors, latent_key_value_rows, latent_query_rows, query_key_value_rows
+from megatron_rl.weight_mapping import GroupedQueryAttention, LatentAttention
 
 
 def test_only_heads_above_the_threshold_are_scaled() -> None:

@@ -6,9 +6,9 @@ import httpx
 import pytest
 
 from megatron_rl.orchestrator import RunFailed
+from megatron_rl.orchestrator.fleet import host_of
 from megatron_rl.orchestrator.probes import Probe
 from megatron_rl.records import GroupResult
-from megatron_rl.rollouts.fleet import host_of
 from megatron_rl.wire.control import (
     Ack,
     GroupReport,
@@ -79,7 +79,9 @@ def test_failed_groups_are_drawn_again_and_given_up_after_max_attempts(tmp_path)
 
     def sample(task):
         if task.prompt_index % 5 == 0 and not task.probe:
-            return GroupResult(task.uid, task.prompt_index, task.attempt, task.server, failure="contract", message="a repeated expert")
+            return GroupResult(
+                task.uid, task.prompt_index, task.attempt, task.server, failure="contract", message="a repeated expert"
+            )
         return sampled(world, task)
 
     asyncio.run(world.run(sample))
@@ -97,7 +99,9 @@ def test_a_run_whose_groups_all_fail_ends_with_the_reason(tmp_path):
     def sample(task):
         if task.probe:
             return sampled(world, task)
-        return GroupResult(task.uid, task.prompt_index, task.attempt, task.server, failure="reward", message="ZeroDivisionError in my_reward")
+        return GroupResult(
+            task.uid, task.prompt_index, task.attempt, task.server, failure="reward", message="ZeroDivisionError in my_reward"
+        )
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(world.run(sample))
@@ -114,7 +118,9 @@ def test_a_server_that_dies_loses_its_groups_to_the_others(tmp_path):
             died.append(task.server)
             next(s for s in world.servers if s.url == task.server).code = -9
         if task.server in died:
-            return GroupResult(task.uid, task.prompt_index, task.attempt, task.server, failure="server", message="connection refused")
+            return GroupResult(
+                task.uid, task.prompt_index, task.attempt, task.server, failure="server", message="connection refused"
+            )
         return sampled(world, task)
 
     asyncio.run(world.run(sample))

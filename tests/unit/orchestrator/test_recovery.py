@@ -7,13 +7,15 @@ import json
 import pytest
 
 from megatron_rl.orchestrator import RunFailed, RunState, restore
-from megatron_rl.wire.control import Meeting, MeetRequest, WorkOrder, WorkRequest
+from megatron_rl.wire.control import Rendezvous, RendezvousRequest, WorkOrder, WorkRequest
 from tests.unit.orchestrator.world import FakeChild, World, config, sampled
 
 
 def test_a_trainer_that_dies_starts_again_and_does_the_recorded_steps_again(tmp_path, monkeypatch):
     """Killed within step 5, with the latest checkpoint at step 4: nothing else of the run goes back."""
-    monkeypatch.setattr("megatron_rl.batching.Spool.payload", lambda self, name: [None] * 2)  # the payloads are not this test's matter
+    monkeypatch.setattr(
+        "megatron_rl.batching.Spool.payload", lambda self, name: [None] * 2
+    )  # the payloads are not this test's matter
     world = World(tmp_path, config(tmp_path))
     asyncio.run(world.run(lambda task: sampled(world, task), killed_at=5))
     assert world.observer.steps == list(range(6))  # each reported once
@@ -24,7 +26,9 @@ def test_a_trainer_that_dies_starts_again_and_does_the_recorded_steps_again(tmp_
     trained = [e.prompt_index for plan in world.consumed[:6] for e in plan.entries]
     assert len(trained) == 6 * 3 * 2 and len(set(trained)) == 6 * 3 == world.orchestrator.state.ledger.trained_prompts
     assert len(world.servers) == 2 and not world.orchestrator.state.ledger.discarded
-    assert any(f"the trainer starts again from {world.folder.checkpoint(4)}, up to step 5" in event for event in world.observer.events)
+    assert any(
+        f"the trainer starts again from {world.folder.checkpoint(4)}, up to step 5" in event for event in world.observer.events
+    )
 
 
 def failure_of(world, **kwargs) -> str:
@@ -83,7 +87,9 @@ def test_a_worker_that_dies_is_gone_and_the_others_sample_again_what_it_had_begu
 
     asyncio.run(scenario())
     assert world.observer.steps == list(range(6))
-    assert any("worker-0 ended with status -9" in event and "2 groups are drawn again" in event for event in world.observer.events)
+    assert any(
+        "worker-0 ended with status -9" in event and "2 groups are drawn again" in event for event in world.observer.events
+    )
     ledger = world.orchestrator.state.ledger
     ledger.check()
     assert ledger.trained_prompts == 6 * 3 and ledger.discarded["interrupted"] == 2
@@ -103,16 +109,16 @@ def test_the_ranks_meet_where_the_first_says_and_those_of_the_next_life_elsewher
     met = []
 
     async def train(**kwargs):
-        asked = asyncio.create_task(world.post("/meet", MeetRequest(1, wait_s=5.0), Meeting))
+        asked = asyncio.create_task(world.post("/rendezvous", RendezvousRequest(1, wait_s=5.0), Rendezvous))
         await asyncio.sleep(0.05)
         assert not asked.done()
-        await world.post("/meet", MeetRequest(0, "10.0.0.1", 4000 + len(met)), Meeting)
+        await world.post("/rendezvous", RendezvousRequest(0, "10.0.0.1", 4000 + len(met)), Rendezvous)
         met.append(await asked)
         await World.train(world, **kwargs)
 
     world.train = train
     asyncio.run(world.run(lambda task: sampled(world, task), killed_at=5))
-    assert met == [Meeting("10.0.0.1", 4000), Meeting("10.0.0.1", 4001)]
+    assert met == [Rendezvous("10.0.0.1", 4000), Rendezvous("10.0.0.1", 4001)]
 
 
 def test_stopping_saves_and_a_resumed_run_trains_the_rest(tmp_path):
@@ -138,7 +144,9 @@ def test_stopping_saves_and_a_resumed_run_trains_the_rest(tmp_path):
 
 def test_steps_recorded_after_the_checkpoint_are_done_again_from_their_plans(tmp_path, monkeypatch):
     """A death within step 5, with the latest checkpoint at step 4: the plans of steps 4 and 5 are trained as they stood."""
-    monkeypatch.setattr("megatron_rl.batching.Spool.payload", lambda self, name: [None] * 2)  # the payloads are not this test's matter
+    monkeypatch.setattr(
+        "megatron_rl.batching.Spool.payload", lambda self, name: [None] * 2
+    )  # the payloads are not this test's matter
     world = World(tmp_path, config(tmp_path))
 
     with pytest.raises(BaseExceptionGroup):
@@ -183,7 +191,11 @@ def test_a_read_only_folder_ends_the_run_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_rl.orchestrator.checkpoints.write_atomically", read_only)
 
     async def scenario():
-        parts = (world.orchestrator.run([world.trainer], world.start_trainer), world.work(lambda task: sampled(world, task)), world.train())
+        parts = (
+            world.orchestrator.run([world.trainer], world.start_trainer),
+            world.work(lambda task: sampled(world, task)),
+            world.train(),
+        )
         return await asyncio.gather(*parts, return_exceptions=True)
 
     ended, _, _ = asyncio.run(scenario())
@@ -203,7 +215,11 @@ def test_a_full_disk_ends_the_run_by_name_and_nothing_is_lost(tmp_path, monkeypa
     monkeypatch.setattr(world.orchestrator.spool, "write_plan", full_at_step_3)
 
     async def scenario():
-        parts = (world.orchestrator.run([world.trainer], world.start_trainer), world.work(lambda task: sampled(world, task)), world.train())
+        parts = (
+            world.orchestrator.run([world.trainer], world.start_trainer),
+            world.work(lambda task: sampled(world, task)),
+            world.train(),
+        )
         return await asyncio.gather(*parts, return_exceptions=True)
 
     ended, _, _ = asyncio.run(scenario())

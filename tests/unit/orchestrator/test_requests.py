@@ -7,8 +7,8 @@ import pytest
 
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.orchestrator import ServersRequest, ask
+from megatron_rl.orchestrator.fleet import FleetError, Server
 from megatron_rl.orchestrator.requests import RequestError, Requests
-from megatron_rl.rollouts.fleet import FleetError, Server
 
 SECTIONS = {"run": {"name": "t", "steps": 6}, "model": {"path": "/m"}, "task": {"name": "t"}}
 

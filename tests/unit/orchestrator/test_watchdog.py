@@ -1,9 +1,9 @@
 """A stall becomes a message that says who waits for whom."""
 
 from megatron_rl.config import Config
+from megatron_rl.orchestrator.fleet import Server
 from megatron_rl.orchestrator.state import RunState
 from megatron_rl.orchestrator.watchdog import Watchdog
-from megatron_rl.rollouts.fleet import Server
 from megatron_rl.wire.control import Order, OrderRequest, WorkRequest
 
 SECTIONS = {"run": {"name": "t", "steps": 6}, "model": {"path": "/m"}, "task": {"name": "t"}, "rollouts": {"prompts_per_step": 3}}
@@ -46,7 +46,10 @@ def test_it_names_who_waits_for_whom():
     watchdog.hear("/order", OrderRequest(4))
     clock.now += 40
     message = stall()
-    assert "the trainer, at step 4, waits for an order, for 70 s; of its next batch 0 groups are finished, a step takes 3, 1 are in flight" in message
+    assert (
+        "the trainer, at step 4, waits for an order, for 70 s; of its next batch 0 groups are finished, a step takes 3, 1 are in flight"
+        in message
+    )
     assert "worker node7-12 was last heard 70 s ago" in message
     assert "server 0 at http://s0 is ready, holds version 4, owes 1 groups" in message
     assert "server 1 at (starting) is starting, holds no known version" in message

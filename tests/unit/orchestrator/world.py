@@ -9,8 +9,8 @@ import httpx
 
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.orchestrator import Orchestrator, RunState, control_app
+from megatron_rl.orchestrator.fleet import Fleet, FleetLimits
 from megatron_rl.records import GroupResult, GroupTask, RolloutSummary, StepPlan
-from megatron_rl.rollouts.fleet import Fleet, FleetLimits
 from megatron_rl.wire.access import KEY_HEADER
 from megatron_rl.wire.control import (
     Ack,
@@ -170,7 +170,9 @@ class World:
 def sampled(world, task: GroupTask, rng=random) -> GroupResult:
     version = next((s.version for s in world.orchestrator.fleet.servers if s.url == task.server), 0) or 0
     rollouts = tuple(
-        RolloutSummary(f"{task.uid}.{i}", f"rollouts/{task.uid}.safetensors", i, 4, 5, 5, 2, 9, 5, 8, rng.random(), "stop", version, version)
+        RolloutSummary(
+            f"{task.uid}.{i}", f"rollouts/{task.uid}.safetensors", i, 4, 5, 5, 2, 9, 5, 8, rng.random(), "stop", version, version
+        )
         for i in range(task.num_samples)
     )
     return GroupResult(task.uid, task.prompt_index, task.attempt, task.server, rollouts)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.layouts import ParameterTable, Placement, Role
 from megatron_rl.planner import ParameterCounts
 from megatron_rl.topology import Layout, LayoutError
+from megatron_rl.weight_mapping import ParameterTable, Placement, Role
 
 ROOT = Path(__file__).parents[3]
 PUBLISHED = {
@@ -63,7 +63,7 @@ def compare(config: dict, layout: Layout, ranks_of_stage: int = 1) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_on_every_stage_of_their_layout(name: str) -> None:
-    layout = load_config(ROOT / "model_configs" / f"{name.lower()}.toml").parallel
+    layout = load_config(ROOT / "model_configs" / f"{name.lower()}.toml").parallel_layout
     compare(PUBLISHED[name], replace(layout, world_size=layout.tp * layout.pp * max(1, layout.ep * layout.etp // layout.tp)))
 
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.layouts import ParameterTable, Placement
 from megatron_rl.planner import balance, machine_named
 from megatron_rl.planner.layouts import layouts_of, pipelines
 from megatron_rl.planner.requests import named_candidate
 from megatron_rl.planner.search import room, search, verdict
+from megatron_rl.weight_mapping import ParameterTable, Placement
 from tests.unit.planner.subject import PUBLISHED, WORK, counts_of
 
 H200 = machine_named("h200")

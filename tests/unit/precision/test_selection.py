@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from megatron_rl.layouts import ParameterTable
 from megatron_rl.precision import QuantisationError, Selection
 from megatron_rl.precision.selection import matches
+from megatron_rl.weight_mapping import ParameterTable
 from tests.architecture.source import REPOSITORY
 
 PUBLISHED = json.loads((REPOSITORY / "tests/data/published_configs.json").read_text())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rl.config.sections import Precision
-from megatron_rl.precision import CheckpointLayout, Unpacker, amax_of, fake_quantise, quantised_stream, wire_layout
+from megatron_rl.precision import CheckpointFormat, Unpacker, amax_of, fake_quantise, quantised_stream, wire_layout
 
 TO_UNPACK = wire_layout(Precision(), own_layers=False)
 TO_OWN_LAYERS = wire_layout(Precision(activation_amax=64.0), own_layers=True)
@@ -17,7 +17,7 @@ def tensors() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in zip(NAMES, shapes, strict=True)}
 
 
-def packed(layout: CheckpointLayout = TO_UNPACK) -> list[tuple[str, torch.Tensor]]:
+def packed(layout: CheckpointFormat = TO_UNPACK) -> list[tuple[str, torch.Tensor]]:
     plain = tensors()
     group_of = dict.fromkeys(NAMES[1:], "gate and up")
     amax = torch.maximum(*(amax_of(plain[name]) for name in NAMES[1:]))
@@ -26,13 +26,13 @@ def packed(layout: CheckpointLayout = TO_UNPACK) -> list[tuple[str, torch.Tensor
 
 
 @pytest.mark.parametrize("layout", [TO_UNPACK, TO_OWN_LAYERS], ids=["to unpack", "to own layers"])
-def test_the_stream_is_what_its_specs_announce(layout: CheckpointLayout) -> None:
+def test_the_stream_is_what_its_specs_announce(layout: CheckpointFormat) -> None:
     announced = [(NAMES[0], (16,), torch.bfloat16), *(spec for name in NAMES[1:] for spec in layout.specs(name, (8, 48)))]
     assert [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in packed(layout)] == announced
 
 
 @pytest.mark.parametrize("layout", [TO_UNPACK, TO_OWN_LAYERS], ids=["to unpack", "to own layers"])
-def test_ranks_that_only_gather_see_the_same_names(layout: CheckpointLayout) -> None:
+def test_ranks_that_only_gather_see_the_same_names(layout: CheckpointFormat) -> None:
     nothing = quantised_stream([(name, None) for name in NAMES], dict.fromkeys(NAMES[1:], "g"), {}, layout)
     assert list(nothing) == [(name, None) for name, _ in packed(layout)]
 
@@ -40,7 +40,10 @@ def test_ranks_that_only_gather_see_the_same_names(layout: CheckpointLayout) -> 
 def test_layers_of_their_own_get_the_same_bytes_and_the_scale_of_activations() -> None:
     to_unpack, to_layers = dict(packed()), dict(packed(TO_OWN_LAYERS))
     assert to_layers.keys() - to_unpack.keys() == {"a.gate_proj.input_scale", "a.up_proj.input_scale"}
-    assert all(torch.equal(to_layers[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)) for name, tensor in to_unpack.items())
+    assert all(
+        torch.equal(to_layers[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+        for name, tensor in to_unpack.items()
+    )
     assert to_layers["a.up_proj.input_scale"].item() == pytest.approx(64.0 / (6 * 448))
 
 

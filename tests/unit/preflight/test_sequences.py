@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.layouts import UnknownFamilyError
 from megatron_rl.preflight.oracle import Oracle, check_known_to_transformers
 from megatron_rl.preflight.sequences import NUM_SEQUENCES, keep_set, sample_sequences, supervised_loss
 from megatron_rl.preflight.shrink import SAMPLING, shrunk_model
 from megatron_rl.preflight.weights import write_random_weights
 from megatron_rl.records import ModelContract, Sampling, check_rollout
 from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping import UnknownFamilyError
 
 ROOT = Path(__file__).parents[3]
 MODEL = shrunk_model(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.layouts import GroupedQueryAttention, ModelArchitecture, ParameterTable, Placement
 from megatron_rl.preflight.shrink import shrunk_config, shrunk_layout, shrunk_model, with_expert_replicas
 from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping import GroupedQueryAttention, ModelArchitecture, ParameterTable, Placement
 
 ROOT = Path(__file__).parents[3]
 PUBLISHED = json.loads((ROOT / "tests" / "data" / "published_configs.json").read_text())
@@ -47,13 +47,13 @@ def features(model: ModelArchitecture) -> dict[str, object]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_keeps_its_features_and_fits_its_small_layout(name: str) -> None:
     original, config = PUBLISHED[name]["config"], load_config(ROOT / "model_configs" / f"{name.lower()}.toml")
-    layout = shrunk_layout(config.parallel)
-    small = shrunk_model(original, config.parallel)
+    layout = shrunk_layout(config.parallel_layout)
+    small = shrunk_model(original, config.parallel_layout)
     table = ParameterTable(small, padded_vocab_size=layout.padded_vocab_size(small["vocab_size"]))
     assert features(table.architecture) == features(ParameterTable(original).architecture)
     Placement(table, layout)
     assert layout.world_size <= 8 and table.num_parameters < 2_000_000
-    assert shrunk_config(config, small, layout).parallel == layout
+    assert shrunk_config(config, small, layout).parallel_layout == layout
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

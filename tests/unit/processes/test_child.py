@@ -56,7 +56,7 @@ def test_a_deaf_child_is_killed_after_the_grace(tmp_path):
 
 def test_a_child_that_does_not_hear_a_cancelled_job_ends_by_its_own_signal(tmp_path):
     code = "import time; print('ready', flush=True); time.sleep(60)"
-    child = Child(Command("rank", [sys.executable, "-c", code], tmp_path / "rank.log", ends_by=signal.SIGHUP))
+    child = Child(Command("rank", [sys.executable, "-c", code], tmp_path / "rank.log", stop_signal=signal.SIGHUP))
     assert eventually(lambda: "ready" in (tmp_path / "rank.log").read_text())
     os.kill(child.pid, signal.SIGTERM)
     time.sleep(0.3)
@@ -68,22 +68,22 @@ def test_a_child_that_does_not_hear_a_cancelled_job_ends_by_its_own_signal(tmp_p
 def test_what_such_a_child_starts_ends_by_sigterm(tmp_path):
     """As a reward that runs code ends its own processes, by exec and by fork."""
     code = (
-        "import multiprocessing, subprocess, sys, time\nfrom megatron_rl.processes import hear_no_sigterm\nhear_no_sigterm()\n"
+        "import multiprocessing, subprocess, sys, time\nfrom megatron_rl.processes import ignore_sigterm\nhear_no_sigterm()\n"
         "program = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
         "fork = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\nfork.start()\ntime.sleep(0.5)\n"
         "for started in (program, fork):\n    started.terminate()\n"
         "fork.join(20)\nprint(program.wait(20), fork.exitcode, flush=True)"
     )
-    child = Child(Command("worker", [sys.executable, "-c", code], tmp_path / "worker.log", ends_by=signal.SIGHUP))
+    child = Child(Command("worker", [sys.executable, "-c", code], tmp_path / "worker.log", stop_signal=signal.SIGHUP))
     assert child.wait(60) == 0, child.failure()
     assert (tmp_path / "worker.log").read_text().split() == [str(-signal.SIGTERM)] * 2
 
 
-@pytest.mark.parametrize("ends_by", [signal.SIGTERM, signal.SIGHUP])
-def test_children_die_when_the_parent_is_killed(tmp_path, ends_by):
+@pytest.mark.parametrize("stop_signal", [signal.SIGTERM, signal.SIGHUP])
+def test_children_die_when_the_parent_is_killed(tmp_path, stop_signal):
     code = (
         "import pathlib, sys, time\nfrom megatron_rl.processes import Child, Command\n"
-        f"c = Child(Command('c', ['sleep', '60'], pathlib.Path({str(tmp_path)!r}) / 'c.log', ends_by={int(ends_by)}))\nprint(c.pid, flush=True)\ntime.sleep(60)"
+        f"c = Child(Command('c', ['sleep', '60'], pathlib.Path({str(tmp_path)!r}) / 'c.log', stop_signal={int(stop_signal)}))\nprint(c.pid, flush=True)\ntime.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())
@@ -97,10 +97,10 @@ def test_a_child_whose_parent_is_killed_before_it_runs_its_program_dies_too(tmp_
     """The parent has a handler for SIGTERM, as asyncio's loop installs one; until exec the child has it as well."""
     log = tmp_path / "c.log"  # the child's standard output, also before exec
     code = (
-        "import os, pathlib, signal, time\nimport megatron_rl.processes.child as c\nreal = c.dying_with_me\n"
+        "import os, pathlib, signal, time\nimport megatron_rl.processes.child as c\nreal = c.kill_with_parent\n"
         "def slowly(*signals):\n    mend = real(*signals)\n    def hook():\n        mend()\n        os.write(1, b'%d\\n' % os.getpid())\n"
         "        end = time.monotonic() + 1\n        while time.monotonic() < end: pass\n    return hook\n"
-        "c.dying_with_me = slowly\nsignal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "c.kill_with_parent = slowly\nsignal.signal(signal.SIGTERM, lambda *_: None)\n"
         f"c.Child(c.Command('c', ['sleep', '60'], pathlib.Path({str(log)!r})))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code])
@@ -119,7 +119,9 @@ def test_failure_names_the_child_and_shows_its_log(tmp_path):
 
 
 def test_environment_is_added_to_the_parents(tmp_path):
-    child = python("env", "import os; raise SystemExit(int(os.environ['WANTED']) if 'PATH' in os.environ else 1)", tmp_path, WANTED="7")
+    child = python(
+        "env", "import os; raise SystemExit(int(os.environ['WANTED']) if 'PATH' in os.environ else 1)", tmp_path, WANTED="7"
+    )
     assert child.wait(10) == 7
 
 

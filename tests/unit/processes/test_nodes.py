@@ -76,7 +76,10 @@ def test_processes_are_ended_politely_then_at_once(tmp_path):
     async def scene():
         async with cluster(1) as (nodes, agents):
             node = nodes.node("trainer", 0)
-            polite, stubborn = nodes.start(node, python(tmp_path, "a", "import time; time.sleep(60)")), nodes.start(node, python(tmp_path, "b", deaf))
+            polite, stubborn = (
+                nodes.start(node, python(tmp_path, "a", "import time; time.sleep(60)")),
+                nodes.start(node, python(tmp_path, "b", deaf)),
+            )
             await text_of(tmp_path / "b.log")
             await nodes.end(grace_s=2.0)
             await asyncio.wait_for(agents[0], 10.0)  # it leaves by itself
@@ -100,7 +103,9 @@ def test_the_end_of_an_agent_is_the_end_of_its_processes(tmp_path):
 
     async def scene():
         async with cluster(1) as (nodes, agents):
-            nodes.start(nodes.node("trainer", 0), python(tmp_path, "a", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"))
+            nodes.start(
+                nodes.node("trainer", 0), python(tmp_path, "a", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+            )
             await text_of(log)
             agents[0].cancel()
             await asyncio.gather(*agents, return_exceptions=True)

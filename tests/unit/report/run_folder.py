@@ -13,7 +13,17 @@ from megatron_rl.metrics.rows import JsonLines
 from megatron_rl.records import PlanEntry, Rollout, Sampling, StepPlan, write_payload, write_scores
 
 DEMO = Path(__file__).parents[3] / "model_configs" / "tiny-moe-cpu.toml"
-NAMES = ("reward_mean", "entropy_keep_set", "mismatch_kl_k1", "abs_dlogp_mean", "abs_dlogp_max", "ratio_mean", "grad_norm", "step_s", "sync_s")
+NAMES = (
+    "reward_mean",
+    "entropy_keep_set",
+    "mismatch_kl_k1",
+    "abs_dlogp_mean",
+    "abs_dlogp_max",
+    "ratio_mean",
+    "grad_norm",
+    "step_s",
+    "sync_s",
+)
 
 
 def make_run(path: Path, *, steps: int, seed: int = 0, text: str = "2 * 3=") -> RunFolder:
@@ -25,9 +35,14 @@ def make_run(path: Path, *, steps: int, seed: int = 0, text: str = "2 * 3=") -> 
     spool, rows = Spool(path), JsonLines(folder.metrics_file)
     spool.create()
     for step in range(steps):
-        rollouts = [_rollout(f"g{step}.{number}", random, tokenizer.encode(text).ids, tokenizer.encode("6=78").ids) for number in range(3)]
+        rollouts = [
+            _rollout(f"g{step}.{number}", random, tokenizer.encode(text).ids, tokenizer.encode("6=78").ids) for number in range(3)
+        ]
         write_payload(spool.path(f"rollouts/g{step}.safetensors"), rollouts)
-        entries = [PlanEntry(r.uid, step, f"rollouts/g{step}.safetensors", n, r.num_tokens, int(r.loss_mask.sum()), n - 1.0) for n, r in enumerate(rollouts)]
+        entries = [
+            PlanEntry(r.uid, step, f"rollouts/g{step}.safetensors", n, r.num_tokens, int(r.loss_mask.sum()), n - 1.0)
+            for n, r in enumerate(rollouts)
+        ]
         spool.write_plan(StepPlan(step, tuple(entries)))
         scores = {r.uid: np.where(r.loss_mask, r.logprobs + 0.25, np.nan).astype(np.float32) for r in rollouts[::2]}
         write_scores(folder.scores_file(step), scores)

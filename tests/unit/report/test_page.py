@@ -10,11 +10,11 @@ from megatron_rl.config import RunFolder
 from megatron_rl.metrics import Row, write_summary
 from megatron_rl.metrics.rows import JsonLines
 from megatron_rl.objective.ratio_quantiles import QUANTILES
+from megatron_rl.orchestrator.ledger import Ledger
 from megatron_rl.report import ReportError, write_report
 from megatron_rl.report.figures import PANELS, colours, figure
 from megatron_rl.report.lengths import lengths_figure, read_lengths
 from megatron_rl.report.rollouts import shown_rollouts
-from megatron_rl.rollouts.ledger import Ledger
 from tests.unit.report.run_folder import make_run
 
 
@@ -38,7 +38,9 @@ def test_routes_are_those_of_the_position_that_predicted_the_token(tmp_path):
     folder = make_run(tmp_path / "run", steps=1)
     recorded = Spool(folder.path).payload("rollouts/g0.safetensors").rollout(0)
     (first, _) = shown_rollouts(folder, [0], no_remark)
-    assert [token.routes for token in first.tokens] == [tuple(map(tuple, recorded.routed_experts[5 + place].tolist())) for place in range(3)]
+    assert [token.routes for token in first.tokens] == [
+        tuple(map(tuple, recorded.routed_experts[5 + place].tolist())) for place in range(3)
+    ]
 
 
 def test_several_runs_lie_side_by_side(tmp_path):
@@ -100,11 +102,18 @@ def test_what_is_damaged_is_said_and_costs_no_more_than_itself(tmp_path):
         path.write_bytes(path.read_bytes()[:20])
     assert [shown.step for shown in shown_rollouts(folder, [0, 1, 2], lambda text: None)] == [2, 2]
     lines = folder.metrics_file.read_bytes().splitlines(keepends=True)
-    folder.metrics_file.write_bytes(b"".join([lines[0], b"[1, 2]\n", *lines[1:], b'{"phase": "tra']))  # the last one is being written
+    folder.metrics_file.write_bytes(
+        b"".join([lines[0], b"[1, 2]\n", *lines[1:], b'{"phase": "tra'])
+    )  # the last one is being written
     folder.checkpoint(3).mkdir()
     (folder.checkpoint(3) / "orchestrator.json").write_text("{bad")
     remarks = write_report([folder], tmp_path / "out.html").remarks
-    assert [next(n for n, words in enumerate(SAID) if all(word in remark for word in words)) for remark in remarks] == [0, 1, 2, 3], remarks
+    assert [next(n for n, words in enumerate(SAID) if all(word in remark for word in words)) for remark in remarks] == [
+        0,
+        1,
+        2,
+        3,
+    ], remarks
 
 
 SAID = (
@@ -120,7 +129,10 @@ def test_records_that_were_cleared_away_are_no_damage(tmp_path):
     assert write_report([folder], tmp_path / "out.html").remarks == ()
 
 
-@pytest.mark.parametrize(("name", "says"), [("config.toml", "ends in .html"), ("none/out.html", "no file can be written there"), ("folder.html", "no file can")])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("config.toml", "ends in .html"), ("none/out.html", "no file can be written there"), ("folder.html", "no file can")],
+)
 def test_where_no_report_belongs(tmp_path, name, says):
     folder = make_run(tmp_path / "run", steps=1)
     (tmp_path / "folder.html").mkdir()

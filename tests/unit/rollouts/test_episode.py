@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from megatron_rl.inference.errors import PromptError
+from megatron_rl.inference.vllm.completion import Completion
 from megatron_rl.records import ModelContract, Sampling, check_rollout
-from megatron_rl.rollouts.completion import Completion
 from megatron_rl.rollouts.episode import EpisodeRules, run_episode
-from megatron_rl.rollouts.errors import PromptError
 
 CONTRACT = ModelContract(vocab_size=200, num_moe_layers=2, num_experts=16, experts_per_token=3)
 RULES = EpisodeRules(Sampling(top_p=0.9, max_new_tokens=5), stop_token_ids=(9,), max_sequence_length=100, max_turns=3)

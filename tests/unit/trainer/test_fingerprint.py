@@ -50,7 +50,9 @@ def test_metrics_are_compared_to_the_bit_without_what_a_clock_measured():
     assert differing_metrics({"loss": 0.3, "grad_norm": 1.0, "reward_mean": 4.0}, values) == {"loss": (0.3, 0.1 + 0.2)}
 
 
-@pytest.mark.parametrize(("recorded", "replayed", "same"), [("nan", "nan", True), ("nan", "inf", True), ("nan", "0", False), ("0", "nan", False)])
+@pytest.mark.parametrize(
+    ("recorded", "replayed", "same"), [("nan", "nan", True), ("nan", "inf", True), ("nan", "0", False), ("0", "nan", False)]
+)
 def test_what_is_no_number_is_recorded_as_null(recorded, replayed, same):
     assert (not differing_metrics({"x": float(recorded)}, {"x": float(replayed)})) is same
 

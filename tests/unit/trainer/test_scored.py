@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from megatron_rl.batching import Alignment, AssemblyOptions
-from megatron_rl.batching.lay_out import Member, lay_out
+from megatron_rl.batching.collate import Member, collate
 from megatron_rl.objective import ratio_counts
 from megatron_rl.records import ModelContract, PlanEntry, Rollout, Sampling, StepPlan
 from megatron_rl.trainer.scored import KeepsLogProbs, completion_scores, shown_entries
@@ -38,7 +38,8 @@ def test_each_token_has_the_value_of_the_position_that_predicts_it():
     rollouts = [rollout("g.0", 3, [True, True]), rollout("g.1", 2, [True, False, True, False]), rollout("g.2", 4, [True])]
     options = AssemblyOptions(ModelContract(50, 0, 0, 0), 64, moe_layers=())
     microbatches = [
-        lay_out([Member(number, rollouts[number], 0.0) for number in numbers], 0, Alignment(1, 1), options) for numbers in ([2, 1], [0])
+        collate([Member(number, rollouts[number], 0.0) for number in numbers], 0, Alignment(1, 1), options)
+        for numbers in ([2, 1], [0])
     ]
     log_probs = [-torch.rand(m.num_positions, generator=torch.Generator().manual_seed(n)) for n, m in enumerate(microbatches)]
     found = completion_scores(microbatches, log_probs, [entry(r.uid, 0.0) for r in rollouts], {0, 1})

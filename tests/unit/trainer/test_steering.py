@@ -9,12 +9,12 @@ from megatron_rl.trainer.steering import NobodyMet, OrchestratorGone, Steering
 from megatron_rl.wire.access import KEY_HEADER
 from megatron_rl.wire.control import (
     Ack,
-    Meeting,
-    MeetRequest,
     Order,
     OrderRequest,
     ProbeOrder,
     ProbeRequest,
+    Rendezvous,
+    RendezvousRequest,
     StepReport,
     decode,
     encode,
@@ -87,18 +87,21 @@ def test_a_probe_that_never_comes_is_given_up(orchestrator):
 
 
 def test_ranks_meet_where_the_first_one_serves(orchestrator):
-    met = Meeting("127.0.0.1", 4321)
-    orchestrator.answers = {"/meet": [met, Meeting(), met]}
-    assert Steering(orchestrator.url, "k").meet(0, lambda host: 4321, timeout_s=5) == ("127.0.0.1", 4321)
-    assert Steering(orchestrator.url, "k").meet(3, lambda host: pytest.fail("only rank 0 serves"), timeout_s=5) == ("127.0.0.1", 4321)
-    asked = [decode(body, MeetRequest) for _, _, body in orchestrator.received]
+    met = Rendezvous("127.0.0.1", 4321)
+    orchestrator.answers = {"/rendezvous": [met, Rendezvous(), met]}
+    assert Steering(orchestrator.url, "k").rendezvous(0, lambda host: 4321, timeout_s=5) == ("127.0.0.1", 4321)
+    assert Steering(orchestrator.url, "k").rendezvous(3, lambda host: pytest.fail("only rank 0 serves"), timeout_s=5) == (
+        "127.0.0.1",
+        4321,
+    )
+    asked = [decode(body, RendezvousRequest) for _, _, body in orchestrator.received]
     assert [(m.rank, m.host, m.port) for m in asked] == [(0, "127.0.0.1", 4321), (3, "", 0), (3, "", 0)]
 
 
 def test_a_first_rank_that_never_comes_is_named(orchestrator):
-    orchestrator.answers = {"/meet": [Meeting()] * 10_000}
+    orchestrator.answers = {"/rendezvous": [Rendezvous()] * 10_000}
     with pytest.raises(NobodyMet, match="rank 0 has not said within 0.05 s where the ranks meet; see logs/trainer-0.log"):
-        Steering(orchestrator.url, "k").meet(1, lambda host: 0, timeout_s=0.05)
+        Steering(orchestrator.url, "k").rendezvous(1, lambda host: 0, timeout_s=0.05)
 
 
 def test_an_orchestrator_that_is_gone_ends_the_trainer(orchestrator):

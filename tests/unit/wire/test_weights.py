@@ -185,5 +185,5 @@ def test_nobody_is_waited_for_without_end():
 
 def test_no_torch_without_need():
     """The orchestrator, which has no torch, imports the server's command line and this package."""
-    code = "import sys, megatron_rl.wire.weights, megatron_rl.rollouts.server; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatron_rl.wire.weights, megatron_rl.inference.vllm.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,123 @@
+"""Processes that share one torch.distributed world over Gloo and run one case after the other: many cases, one start."""
+
+import gc
+import multiprocessing
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Self
+
+from megatron_rl.wire.stores import join_store, serve_store
+
+TIMEOUT_S = 240
+_HOST = "127.0.0.1"
+
+
+class CaseFailed(Exception):
+    """A rank's traceback."""
+
+
+class RankPool:
+    """`size` processes on this machine's CPU; `run(case, ...)` calls case(rank, ...) in each, and returns their answers.
+
+    They begin with the first case, or with `start`, which does not wait for them; they end with `close`, and with this process.
+    log_file: where their output goes; None: to this process's.
+    """
+
+    def __init__(self, size: int, log_file: Path | None = None) -> None:
+        self.size, self._log_file = size, log_file
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, case: Callable[..., Any], *args: Any) -> list[Any]:
+        """CaseFailed with the traceback of the first rank that failed; the next case then finds new processes."""
+        self.start()
+        for pipe in self._pipes:
+            pipe.send((case, args))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(results) < self.size:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
+            # Whichever answers: the ranks before one that failed may wait for it for ever.
+            for pipe in wait(waiting, timeout=max(0.0, deadline - time.monotonic())) or list(waiting)[:1]:
+                failure, results[waiting[pipe]] = _answer(pipe)
+                if failure:
+                    # What the case left behind would disturb the next one.
+                    self.close()
+                    raise CaseFailed(f"rank {waiting[pipe]} of {self.size}: {failure}")
+        return [results[rank] for rank in range(self.size)]
+
+    def start(self) -> None:
+        if self._processes:
+            return
+        context = multiprocessing.get_context("spawn")
+        with socket.create_server((_HOST, 0)) as listener:  # bound here, so that nobody else can take the port meanwhile
+            for rank in range(self.size):
+                ours, theirs = context.Pipe()
+                rendezvous = listener if rank == 0 else listener.getsockname()[1]
+                process = context.Process(target=_serve, args=(rank, self.size, rendezvous, theirs, self._log_file))
+                process.start()
+                theirs.close()  # so that the end of a rank is seen as the end of its pipe
+                self._processes.append(process)
+                self._pipes.append(ours)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _answer(pipe: Connection) -> tuple[str | None, Any]:
+    try:
+        return pipe.recv() if pipe.poll() else (f"no answer in {TIMEOUT_S} s", None)
+    except EOFError:
+        return "its process ended", None
+
+
+def _serve(rank: int, size: int, rendezvous: socket.socket | int, pipe: Connection, log_file: Path | None) -> None:
+    """rendezvous: the socket at which rank 0 serves the store, its port for the others."""
+    if log_file is not None:
+        log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for devices
+    import torch
+    import torch.distributed as dist
+
+    from megatron_rl.engine.groups import choose_device
+
+    torch.set_num_threads(1)
+    choose_device()
+    is_socket = isinstance(rendezvous, socket.socket)
+    store = serve_store(_HOST, TIMEOUT_S, rendezvous) if is_socket else join_store(_HOST, rendezvous, TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    while True:
+        try:
+            case, args = pipe.recv()
+        except EOFError:  # nobody asks any more
+            return
+        try:
+            answer = (None, case(rank, *args))
+        except Exception:  # noqa: BLE001 - whatever it is, the asking process has to hear of it
+            answer = (traceback.format_exc(), None)
+        gc.collect()  # engines lie in cycles, and hold process groups with threads of their own
+        pipe.send(answer)
+
+
+def _leave_with_parent() -> None:
+    """A rank in a collective would not see that its pipe has closed."""
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)

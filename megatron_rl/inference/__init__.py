@@ -1,0 +1,1 @@
+"""What an inference engine must offer a run, and its one implementation, vLLM."""

@@ -1,0 +1,157 @@
+"""Weights over NCCL, for servers that run vLLM's own `nccl` weight transfer engine.
+
+Never run on hardware: written against the source of vLLM 0.30.0 (`vllm.distributed.weight_transfer`: nccl_common, nccl_engine,
+packed_tensor), whose packed protocol is used as it is. Unlike the `gloo` engine, vLLM's checks neither the bytes that arrive nor
+that every parameter got its own; what is left to tell a bad update is the probe after it.
+"""
+
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_rl.inference.sender import WeightSource, checked_tensors
+from megatron_rl.inference.vllm.control import ServerAddress, ServerError, ServerRoutes
+from megatron_rl.wire.weights import WeightMeta
+
+if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+NUM_BUFFERS = 2
+"""Buckets that NCCL may have in flight at once; part of the packed protocol, so both sides are told."""
+
+
+class NcclSender:
+    """One communicator of this rank (0) and the workers of all servers, made anew when the set of servers changes.
+
+    host: the address of this machine under which the servers reach it. bucket_bytes: GPU memory per buffer, on both sides.
+    timeout_s: for the rendezvous, and for the whole stream. NCCL cannot leave one server behind: when the stream breaks, all have
+    failed.
+    """
+
+    backend = "nccl"
+
+    def __init__(self, host: str, *, bucket_bytes: int = 1 << 30, timeout_s: float = 300.0):
+        self._host = host
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        self._communicator: PyNcclCommunicator | None = None
+        self._members: tuple[ServerAddress, ...] = ()
+
+    def connect(self, servers: Sequence[ServerRoutes]) -> dict[str, str]:
+        """Keep the communicator if it has exactly these servers; otherwise make one. It forms with all of them or with none."""
+        members = tuple(server.address for server in servers)
+        if members == self._members and self._communicator is not None:
+            return {}
+        self.close()
+        if not members:
+            return {}
+        try:
+            self._communicator = self._meet(servers)
+        except (ServerError, RuntimeError) as error:  # torch's store and pynccl raise RuntimeErrors
+            return {address.name: f"no NCCL group: {error}" for address in members}
+        self._members = members
+        return {}
+
+    def _meet(self, servers: Sequence[ServerRoutes]) -> "PyNcclCommunicator":
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+        world_size = 1 + sum(server.address.num_workers for server in servers)
+        rendezvous = {"master_address": self._host, "master_port": _free_port(self._host), "world_size": world_size}
+        # Each side waits for the other, so all at once; when one fails, the others are left to their timeouts.
+        pool = ThreadPoolExecutor(1 + len(servers))
+        communicator = pool.submit(trainer_init, rendezvous)
+        joining = []
+        rank_offset = 1
+        for server in servers:
+            joining.append(pool.submit(server.join_group, rendezvous | self._protocol() | {"rank_offset": rank_offset}))
+            rank_offset += server.address.num_workers
+        pool.shutdown(wait=False)
+        done, pending = wait((communicator, *joining), timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
+        for call in done:
+            call.result()
+        if pending:
+            raise RuntimeError(f"{len(pending)} of {world_size} members did not come within {self._timeout_s:g} s")
+        return communicator.result()
+
+    def _protocol(self) -> dict:
+        return {"packed": True, "packed_buffer_size_bytes": self._bucket_bytes, "packed_num_buffers": NUM_BUFFERS}
+
+    def announcement(self, metas: Sequence[WeightMeta], version: int) -> dict:
+        return {
+            "names": [meta.name for meta in metas],
+            "dtype_names": [meta.dtype for meta in metas],
+            "shapes": [list(_sent_shape(meta)) for meta in metas],
+        }
+
+    def stream(self, source: WeightSource) -> dict[str, str]:
+        """See `WeightSender.stream`. A broadcast waits for every member without end, so a timer aborts the communicator."""
+        trouble: list[Exception] = []  # of the source itself; vLLM's loop would let it pass for one of NCCL's
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            try:
+                for meta, tensor in checked_tensors(source):
+                    yield meta.name, tensor.reshape(_sent_shape(meta))
+            except Exception as error:
+                trouble.append(error)
+                raise
+
+        remaining = tensors()
+        failure = self._broadcast(remaining) if self._communicator is not None else None
+        if trouble:
+            raise trouble[0]
+        for _ in remaining:  # what is left, or all of it when there is nobody to send it to: the other ranks gather it too
+            pass
+        return {} if failure is None else {address.name: failure for address in self._members}
+
+    def _broadcast(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> str | None:
+        """Send all tensors; why it failed, or None."""
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        watchdog = threading.Timer(self._timeout_s, self._communicator.destroy)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            packed_nccl_broadcast_producer(
+                iterator=tensors,
+                group=self._communicator,
+                src=0,
+                post_iter_func=lambda item: item[1],
+                buffer_size_bytes=self._bucket_bytes,
+                num_buffers=NUM_BUFFERS,
+            )
+        except RuntimeError as error:
+            return f"the NCCL stream broke: {error}"
+        finally:
+            watchdog.cancel()
+        return None
+
+    def confirm(self, server: ServerRoutes, version: int) -> None:
+        """vLLM's engine keeps no version of its own; the server's is set when the update was finished."""
+        held = server.weight_version()
+        if held != str(version):
+            raise ServerError(server.address.name, "/weight_info", f"holds version {held!r} after the update to {version}")
+
+    def disconnect(self, server: str) -> None:
+        """Give up the communicator if this server is in it."""
+        if any(address.name == server for address in self._members):
+            self.close()
+
+    def close(self) -> None:
+        if self._communicator is not None:
+            self._communicator.destroy()
+        self._communicator = None
+        self._members = ()
+
+
+def _sent_shape(meta: WeightMeta) -> tuple[int, ...]:
+    """vLLM's packing views each tensor as bytes, which one without dimensions (an NVFP4 global scale) does not allow; its loaders take both."""
+    return tuple(meta.shape) or (1,)
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as listener:
+        return listener.getsockname()[1]

@@ -1,0 +1,304 @@
+"""The vLLM servers of a run: started, health-checked, restarted within a budget; who may take work is said here.
+
+    starting ──healthy──▶ up ──synced(version)──▶ ready ──▶ ... ──▶ dead ──restart──▶ starting
+                           │                        │ ▲                 └──budget spent──▶ given_up
+                           └──────── suspect ◀──────┘ │  (a failed check or a failed group; no new work until one succeeds)
+                                        └─────────────┘
+    add() makes a new slot, or takes the one of a server that was removed; remove() ends a server from any state: removed
+
+One coroutine for each server does all of its transitions; everybody else reads `servers` and the event queue. A server that is
+`up` answers, but which weights it holds is unknown until the trainer has verified them: `synced` makes it ready. How a process is
+started and what a health check is are given from outside, so this file knows neither processes nor vLLM.
+
+Shutdown: cancel `run()`; it stops every server that it started, then returns.
+"""
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+from urllib.parse import urlsplit
+
+import httpx
+
+from megatron_rl.inference.errors import ServerError
+from megatron_rl.processes import PortError, ProcessError
+
+MAX_CHECKS_PER_S = 64.0
+"""Of all servers together: a check costs the orchestrator a millisecond, and what fails in between shows in its groups at once."""
+
+_REMOVED = "removed from the fleet"
+
+State = Literal["starting", "up", "ready", "suspect", "dead", "given_up", "removed"]
+
+GONE = frozenset({"given_up", "removed"})
+"""States that a server does not leave by itself."""
+
+
+class ServerHandle(Protocol):
+    """A started server process."""
+
+    url: str
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+
+    async def stop(self) -> None:
+        """End it and all of its children; returns when they are gone."""
+
+
+@dataclass(frozen=True)
+class FleetLimits:
+    start_timeout_s: float = 600.0
+    check_every_s: float = 2.0
+    """Of each server; a large fleet is checked more slowly, see MAX_CHECKS_PER_S."""
+    check_timeout_s: float = 10.0
+    max_failed_checks: int = 3
+    """Health checks in a row."""
+    max_failed_groups: int = 4
+    """Groups in a row that ended with a server failure, although the health check passes (an engine that hangs)."""
+    max_restarts: int = 3
+    """Of one server over the whole run."""
+    restart_delay_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class FleetEvent:
+    """joined: the server answers and has to be synced. left: it is gone, its requests with it. given_up, removed: gone for good."""
+
+    kind: Literal["joined", "left", "given_up", "removed"]
+    slot: int
+    url: str
+    reason: str = ""
+
+
+@dataclass
+class Server:
+    """One slot of the fleet; the process behind it changes with each restart."""
+
+    slot: int
+    state: State = "starting"
+    url: str = ""
+    version: int | None = None
+    """Policy version that it was verified to hold."""
+    restarts: int = 0
+    failed_checks: int = 0
+    failed_groups: int = 0
+    condemned: str = ""
+    """Why it has to be stopped, said from outside."""
+    unwanted: bool = False
+    """It has been removed, and is not started again."""
+
+    @property
+    def host(self) -> str:
+        return host_of(self.url)
+
+
+@functools.cache
+def host_of(url: str) -> str:
+    """The machine in a server's URL."""
+    return urlsplit(url).hostname or ""
+
+
+class FleetError(ValueError):
+    """A server that cannot be added or removed."""
+
+
+class Fleet:
+    """`await fleet.run()` keeps `count` servers alive; events arrive in `fleet.events`.
+
+    start: starts the server of a slot and returns its handle (it need not answer yet); raises OSError, ProcessError or PortError.
+    check: returns if the server at a URL is healthy, raises ServerError or an httpx.HTTPError otherwise; it is cut off
+        after check_timeout_s.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        start: Callable[[int], Awaitable[ServerHandle]],
+        check: Callable[[str], Awaitable[None]],
+        limits: FleetLimits = FleetLimits(),
+    ):
+        self.servers = [Server(slot) for slot in range(count)]
+        self.events: asyncio.Queue[FleetEvent] = asyncio.Queue()
+        self._start, self._check, self._limits = start, check, limits
+        self._nudge = [asyncio.Event() for _ in range(count)]
+        self._keepers: asyncio.TaskGroup | None = None
+
+    @property
+    def check_every_s(self) -> float:
+        """Seconds between two checks of one server."""
+        return max(self._limits.check_every_s, len(self.servers) / MAX_CHECKS_PER_S)
+
+    def ready(self) -> list[Server]:
+        """Servers that take new groups."""
+        return [server for server in self.servers if server.state == "ready"]
+
+    def to_sync(self, version: int) -> list[Server]:
+        """Servers that answer but are not known to hold `version`."""
+        return [
+            server
+            for server in self.servers
+            if server.state in ("up", "ready", "suspect") and not server.condemned and server.version != version
+        ]
+
+    def synced(self, url: str, version: int) -> None:
+        """The trainer has verified that the server holds `version`."""
+        if server := self._at(url):
+            server.version = version
+            if server.state == "up":
+                server.state = "ready"
+
+    def condemn(self, url: str, reason: str) -> None:
+        """The server holds unknown weights or is otherwise unfit: it gets no more work and is stopped and restarted."""
+        if server := self._at(url):
+            server.state, server.condemned = "suspect", reason
+            self._nudge[server.slot].set()
+
+    def is_condemned(self, url: str) -> bool:
+        """Whether what it still answers counts for nothing."""
+        return any(server.url == url and server.condemned for server in self.servers)
+
+    def group_failed(self, url: str, reason: str) -> None:
+        """A group ended with a server failure: suspect until its health check passes, condemned after several in a row."""
+        if not (server := self._at(url)):
+            return
+        server.failed_groups += 1
+        if server.failed_groups >= self._limits.max_failed_groups:
+            return self.condemn(url, f"{server.failed_groups} groups in a row failed, the last by: {reason}")
+        if server.state == "ready":
+            server.state = "suspect"
+        self._nudge[server.slot].set()
+
+    def group_succeeded(self, url: str) -> None:
+        if server := self._at(url):
+            server.failed_groups = 0
+
+    def add(self) -> int:
+        """One more server, while the fleet runs; returns its slot. It takes work once it has been synced, like any other."""
+        slot = next((s.slot for s in self.servers if s.state == "removed"), len(self.servers))
+        if slot == len(self.servers):
+            self.servers.append(Server(slot))
+            self._nudge.append(asyncio.Event())
+        self.servers[slot] = Server(slot)
+        self._nudge[slot].clear()
+        self._keepers.create_task(self._keep(self.servers[slot]), name=f"server-{slot}")
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """Stop a server for good, at once: its requests go elsewhere. Raises FleetError for one that is not there, and for the last."""
+        if not 0 <= slot < len(self.servers) or self.servers[slot].unwanted:
+            there = ", ".join(str(s.slot) for s in self.servers if not s.unwanted)
+            raise FleetError(f"there is no server {slot}; servers are {there}")
+        if all(s.unwanted or s.state in GONE for s in self.servers if s.slot != slot):
+            raise FleetError(f"server {slot} is the last one; add another before it is removed, or stop the run")
+        server = self.servers[slot]
+        server.unwanted = True
+        if server.state == "given_up":
+            server.state = "removed"
+        elif server.state in ("up", "ready", "suspect"):
+            self.condemn(server.url, _REMOVED)
+
+    async def run(self) -> None:
+        """Until cancelled, or until every server is gone."""
+        async with asyncio.TaskGroup() as self._keepers:
+            for server in self.servers:
+                self._keepers.create_task(self._keep(server), name=f"server-{server.slot}")
+
+    def _at(self, url: str) -> Server | None:
+        """The live server at this URL; None when it has left meanwhile."""
+        return next((s for s in self.servers if s.url == url and s.state in ("up", "ready", "suspect")), None)
+
+    async def _keep(self, server: Server) -> None:
+        """One server through all of its lives."""
+        while True:
+            reason = await self._live(server)
+            if server.unwanted:
+                break
+            if server.restarts >= self._limits.max_restarts:
+                server.state = "given_up"
+                self._tell("given_up", server, f"{reason}; {server.restarts} restarts are used up")
+                return
+            server.restarts += 1
+            await asyncio.sleep(self._limits.restart_delay_s)
+            if server.unwanted:
+                break
+        server.state = "removed"
+        self._tell("removed", server, _REMOVED)
+
+    async def _live(self, server: Server) -> str:
+        """Start, watch, stop; returns why the server is no more."""
+        server.state, server.version, server.url = "starting", None, ""
+        server.failed_checks, server.failed_groups, server.condemned = 0, 0, ""
+        try:
+            handle = await self._start(server.slot)
+        except (OSError, ProcessError, PortError) as error:
+            server.state = "dead"
+            reason = f"could not be started: {error}"
+            self._tell("left", server, reason)
+            return reason
+        server.url = handle.url
+        try:
+            reason = await self._until_healthy(server, handle) or await self._until_dead(server, handle)
+        finally:
+            server.state = "dead"  # before the stop, which takes a while: no work goes there any more
+            await asyncio.shield(handle.stop())
+        self._tell("left", server, reason)
+        return reason
+
+    async def _until_healthy(self, server: Server, handle: ServerHandle) -> str | None:
+        """None once the server answers; else why it did not."""
+        try:
+            async with asyncio.timeout(self._limits.start_timeout_s):
+                while (code := handle.poll()) is None:
+                    if server.unwanted:
+                        return _REMOVED
+                    if await self._fault(handle.url) is None:
+                        return None
+                    await asyncio.sleep(min(0.2, self._limits.check_every_s))
+                return f"ended with exit code {code} while starting"
+        except TimeoutError:
+            return f"did not answer within {self._limits.start_timeout_s:g} s (servers.start_timeout_s)"
+
+    async def _until_dead(self, server: Server, handle: ServerHandle) -> str:
+        server.state = "up"
+        self._tell("joined", server)
+        while True:
+            await self._wait_for_next_check(server)
+            if (code := handle.poll()) is not None:
+                return f"ended with exit code {code}"
+            if server.condemned:
+                return server.condemned
+            fault = await self._fault(handle.url)
+            if fault is None:
+                server.failed_checks = 0
+                if server.state == "suspect" and not server.condemned:
+                    server.state = "up" if server.version is None else "ready"
+                continue
+            server.state, server.failed_checks = "suspect", server.failed_checks + 1
+            if server.failed_checks >= self._limits.max_failed_checks:
+                return f"failed {server.failed_checks} health checks in a row, the last by: {fault}"
+
+    async def _wait_for_next_check(self, server: Server) -> None:
+        nudge = self._nudge[server.slot]
+        try:
+            async with asyncio.timeout(self.check_every_s):
+                await nudge.wait()
+        except TimeoutError:
+            pass
+        nudge.clear()
+
+    async def _fault(self, url: str) -> str | None:
+        """What is wrong by one health check; None: healthy."""
+        try:
+            async with asyncio.timeout(self._limits.check_timeout_s):
+                await self._check(url)
+        except TimeoutError:
+            return f"no answer within {self._limits.check_timeout_s:g} s"
+        except (ServerError, httpx.HTTPError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _tell(self, kind: Literal["joined", "left", "given_up"], server: Server, reason: str = "") -> None:
+        self.events.put_nowait(FleetEvent(kind, server.slot, server.url, reason))

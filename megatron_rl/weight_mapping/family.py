@@ -1,0 +1,40 @@
+"""What a model family has to say: how its config is read, and the rows of its table."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.weight_mapping.architecture import ModelArchitecture
+from megatron_rl.weight_mapping.mtp_rules import mtp_parameters
+from megatron_rl.weight_mapping.naming import LOCAL, NamingScheme
+from megatron_rl.weight_mapping.parameter import Parameter
+from megatron_rl.weight_mapping.rules import MappingRule, expand
+
+
+class Family(ABC):
+    """One `model_type` of Hugging Face."""
+
+    model_type: str
+    causal_lm: str
+    """Name of the class in the config's `architectures`: a checkpoint with another head has other tensors."""
+    written_out: Mapping[str, Any] = {}
+    """Keys that a written config.json states, because a server looks for them and not every source does."""
+
+    @abstractmethod
+    def architecture(self, hf_config: Mapping[str, Any]) -> ModelArchitecture:
+        """Read the config; UnsupportedArchitectureError lists everything in it that cannot be expressed."""
+
+    @abstractmethod
+    def rows(self, model: ModelArchitecture, padded_vocab_size: int, spelling: NamingScheme) -> list[MappingRule]:
+        """The table of the family, for one model."""
+
+    def parameters(
+        self, model: ModelArchitecture, padded_vocab_size: int | None = None, spelling: NamingScheme = LOCAL
+    ) -> list[Parameter]:
+        """All parameters with global layer and expert numbers, in the order of the forward pass."""
+        padded = model.vocab_size if padded_vocab_size is None else padded_vocab_size
+        return expand(self.rows(model, padded, spelling), model.num_layers)
+
+    def mtp_parameters(self, model: ModelArchitecture, spelling: NamingScheme = LOCAL) -> list[Parameter]:
+        """Those of the layers for multi-token prediction, which `parameters` leaves out."""
+        return mtp_parameters(model, lambda deeper: self.rows(deeper, deeper.vocab_size, spelling))

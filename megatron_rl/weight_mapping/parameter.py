@@ -1,0 +1,151 @@
+"""One parameter of the model: its names on both sides, its place in the pipeline, and its kind."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from megatron_rl.weight_mapping.errors import TensorMismatchError
+from megatron_rl.weight_mapping.param_mappings import ParamMapping
+
+
+class Role(Enum):
+    """What a parameter is for; optimizers and quantisers choose by it."""
+
+    EMBEDDING = "embedding"
+    OUTPUT = "output"
+    NORM = "norm"
+    ROUTER = "router"
+    ATTENTION = "attention"
+    MLP = "mlp"
+    EXPERT = "expert"
+    BIAS = "bias"
+    """Biases of linear maps, and attention sinks."""
+    SELECTION_BIAS = "selection_bias"
+    """The router's vector that no gradient reaches: a buffer in Megatron."""
+
+    @property
+    def has_matrices(self) -> bool:
+        """Its parts are the weight matrices of linear maps between hidden states: what Muon orthogonalises and NVFP4
+        quantises."""
+        return self in (Role.ATTENTION, Role.MLP, Role.EXPERT)
+
+
+class Region(Enum):
+    """Where in the pipeline a parameter lives."""
+
+    FIRST = "first"
+    """The first chunk of the first stage."""
+    LAYER = "layer"
+    """Wherever its layer is."""
+    LAST = "last"
+    """The last chunk of the last stage."""
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """A tensor as a Hugging Face checkpoint names it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    """Kept in this dtype whatever the model's is; None: the model's."""
+    index: int | None = None
+    """Given: the parameter is this entry of the leading dimension, and other parameters (experts) fill the rest."""
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """What one parameter contributes."""
+        return self.shape if self.index is None else self.shape[1:]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """`layer` and `expert` are global numbers; `template` is Megatron's name with {layer} and {expert} open."""
+
+    template: str
+    hf: tuple[HfTensor, ...]
+    """One for each of the kind's `hf_shapes`, in that order."""
+    kind: ParamMapping
+    role: Role
+    region: Region
+    layer: int | None = None
+    expert: int | None = None
+    scale_shared_with: str | None = None
+    """Template of the parameter whose quantisation group this one is in; None: a group of its own."""
+
+    @property
+    def name(self) -> str:
+        """Megatron's name with global layer and expert numbers: unique in the model, the same for every layout."""
+        return self.template.format(layer=self.layer, expert=self.expert)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Megatron's full tensor, padded vocabulary included."""
+        return self.kind.shape
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Given: kept in this dtype whatever the model's is."""
+        return self.hf[0].dtype
+
+    @property
+    def is_expert(self) -> bool:
+        """Cut over the expert tensor-parallel group and spread over the expert-parallel ranks; otherwise cut over tp."""
+        return self.expert is not None
+
+    @property
+    def quantisation_group(self) -> str | None:
+        """Name of the group whose matrices share one NVFP4 global scale (gate and up; q, k and v; MLA's two down projections), because
+        the server multiplies with them in one fused matrix. None for what is never quantised."""
+        template = self.scale_shared_with or self.template
+        return template.format(layer=self.layer, expert=self.expert) if self.role.has_matrices else None
+
+    def from_hf(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Megatron's full tensor from the Hugging Face tensors named in `hf` (others may be present).
+
+        Returns the given tensor itself where nothing has to be rearranged.
+        """
+        return self.kind.from_hf(self.parts_of(tensors))
+
+    def to_hf(self, full: Tensor) -> list[tuple[str, Tensor]]:
+        """Hugging Face names and tensors of a full tensor: views of it where possible, without padded rows. Of a tensor that several
+        parameters fill only this one's entry; Assembly brings the entries together."""
+        if tuple(full.shape) != self.shape:
+            raise TensorMismatchError(f"{self.name}: full shape {list(full.shape)}, expected {list(self.shape)}")
+        return [(tensor.name, part) for tensor, part in zip(self.hf, self.kind.to_hf(full), strict=True)]
+
+    def shard_shape(self, size: int) -> tuple[int, ...]:
+        return self.kind.sharding.shard_shape(self.shape, size)
+
+    def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
+        """The shard of one rank of the group that the parameter is cut over (etp for experts, tp otherwise)."""
+        return self.kind.sharding.shard(full, rank, size)
+
+    def shard_from_hf(self, tensors: Mapping[str, Tensor], rank: int, size: int) -> Tensor:
+        """`shard(from_hf(tensors), rank, size)` without building the full tensor where possible: of tensors that are
+        mapped from a file, only the rank's own rows are read."""
+        return self.kind.shard_parts(self.parts_of(tensors), rank, size)
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """The full tensor from the shards of all ranks of the group, in rank order."""
+        expected = self.shard_shape(len(shards))
+        for rank, shard in enumerate(shards):
+            if tuple(shard.shape) != expected:
+                raise TensorMismatchError(
+                    f"{self.name}: shard {rank} of {len(shards)} has shape {list(shard.shape)}, expected {list(expected)}"
+                )
+        return self.kind.sharding.unshard(shards)
+
+    def parts_of(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """What it is made from: whole tensors, or its entries of those that it shares. TensorMismatchError where one does not fit."""
+        parts = []
+        for expected in self.hf:
+            found = tensors.get(expected.name)
+            if found is None or tuple(found.shape) != expected.shape:
+                what = "is missing" if found is None else f"has shape {list(found.shape)}"
+                raise TensorMismatchError(f"{self.name}: {expected.name} {what}, expected {list(expected.shape)}")
+            parts.append(found if expected.index is None else found[expected.index])
+        return parts

@@ -1,0 +1,123 @@
+"""The one table of a model's parameters, by either side's names; and which family a config belongs to."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from megatron_rl.weight_mapping.architecture import ModelArchitecture
+from megatron_rl.weight_mapping.deepseek_v3 import DeepseekV3, KimiK2
+from megatron_rl.weight_mapping.errors import TensorMismatchError, UnknownFamilyError, nearest
+from megatron_rl.weight_mapping.family import Family
+from megatron_rl.weight_mapping.glm4_moe import Glm4Moe
+from megatron_rl.weight_mapping.gpt_oss import GptOss
+from megatron_rl.weight_mapping.llama import Llama
+from megatron_rl.weight_mapping.mixtral import Mixtral
+from megatron_rl.weight_mapping.mtp_rules import mtp_copies
+from megatron_rl.weight_mapping.naming import LOCAL, NamingScheme
+from megatron_rl.weight_mapping.parameter import HfTensor, Parameter, Role
+from megatron_rl.weight_mapping.qwen3 import Qwen3, Qwen3Moe
+
+_FAMILIES = (Llama(), Qwen3(), Qwen3Moe(), Mixtral(), DeepseekV3(), KimiK2(), Glm4Moe(), GptOss())
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
+"""By `model_type`. A new family is entered here."""
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """The family of a config.json, by `model_type` or else by `architectures`; UnknownFamilyError lists the known ones."""
+    model_type, heads = hf_config.get("model_type"), hf_config.get("architectures") or []
+    by_head = {family.causal_lm: family for family in reversed(FAMILIES.values())}
+    family = FAMILIES.get(model_type) if model_type else next((by_head[head] for head in heads if head in by_head), None)
+    if family is None or (heads and family.causal_lm not in heads):
+        known = ", ".join(f"{family.model_type} ({family.causal_lm})" for family in FAMILIES.values())
+        raise UnknownFamilyError(
+            f"no table for model_type {model_type!r} with architectures {heads}; known are: {known}. "
+            "Another family is added by a class with its rows in megatron_rl/weight_mapping"
+        )
+    return family
+
+
+class ParameterTable:
+    """All parameters of one model.
+
+    padded_vocab_size: rows of Megatron's embedding and output layer (topology.Layout.padded_vocab_size); None: no padding.
+    with_mtp: also the layers for multi-token prediction: to convert them, or to train them.
+    """
+
+    def __init__(
+        self,
+        hf_config: Mapping[str, Any],
+        *,
+        padded_vocab_size: int | None = None,
+        spelling: NamingScheme = LOCAL,
+        with_mtp: bool = False,
+    ) -> None:
+        family = family_of(hf_config)
+        self.architecture: ModelArchitecture = family.architecture(hf_config)
+        self.with_mtp = with_mtp and self.architecture.num_mtp_layers > 0
+        mtp = family.mtp_parameters(self.architecture, spelling) if self.architecture.num_mtp_layers else []
+        own = family.parameters(self.architecture, padded_vocab_size, spelling)
+        self.parameters: tuple[Parameter, ...] = (*own, *(mtp if self.with_mtp else []))
+        self._mtp_names = {tensor.name for parameter in mtp for tensor in parameter.hf}
+        self._by_name: dict[str, Parameter] = {parameter.name: parameter for parameter in self.parameters}
+        self._by_hf_name: dict[str, list[Parameter]] = defaultdict(list)
+        for parameter in self.parameters:
+            for tensor in parameter.hf:
+                self._by_hf_name[tensor.name].append(parameter)
+
+    def __getitem__(self, megatron_name: str) -> Parameter:
+        """By Megatron's name with global numbers; TensorMismatchError names the nearest ones."""
+        if megatron_name not in self._by_name:
+            raise TensorMismatchError(
+                f"{megatron_name!r} is not a parameter of this {self.architecture.model_type}{nearest(megatron_name, self._by_name)}"
+            )
+        return self._by_name[megatron_name]
+
+    def by_hf_name(self, hf_name: str) -> list[Parameter]:
+        """The parameters that fill a Hugging Face tensor: one, or all experts of a layer in order."""
+        if hf_name not in self._by_hf_name:
+            raise TensorMismatchError(
+                f"{hf_name!r} is not a tensor of this {self.architecture.model_type}{nearest(hf_name, self._by_hf_name)}"
+            )
+        return self._by_hf_name[hf_name]
+
+    @cached_property
+    def hf_tensors(self) -> dict[str, HfTensor]:
+        """Every tensor of a checkpoint by name, in the order of the parameters; a tied output layer is not among them."""
+        return {tensor.name: replace(tensor, index=None) for parameter in self.parameters for tensor in parameter.hf}
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Names under which a checkpoint may repeat another tensor: {"lm_head.weight": "model.embed_tokens.weight"}."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.architecture.tie_word_embeddings else self.mtp_copies
+
+    @property
+    def mtp_copies(self) -> dict[str, str]:
+        """Those of them that belong to the layers for multi-token prediction."""
+        return mtp_copies(self.architecture) if self.with_mtp else {}
+
+    @property
+    def mtp_names(self) -> set[str]:
+        """Of all tensors of the layers for multi-token prediction, whether or not the table has them."""
+        return self._mtp_names | mtp_copies(self.architecture).keys()
+
+    @property
+    def optional_names(self) -> set[str]:
+        """Tensors that a checkpoint may hold beyond the table's."""
+        return set() if self.with_mtp else self.mtp_names
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements that are trained: padding not counted, tied embeddings counted once, selection biases (buffers) left out."""
+        trained = (parameter for parameter in self.parameters if parameter.role is not Role.SELECTION_BIAS)
+        return sum(prod(tensor.part_shape) for parameter in trained for tensor in parameter.hf)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Elements that take part in one token: of the experts only those that it goes to."""
+        moe = self.architecture.moe
+        experts = sum(prod(t.part_shape) for p in self.parameters if p.is_expert for t in p.hf)
+        return self.num_parameters - (experts - experts * moe.top_k // moe.num_experts if moe else 0)

@@ -1,0 +1,73 @@
+"""The servers' command line."""
+
+import sys
+
+import pytest
+
+from megatron_rl.inference.vllm.server import server_command
+
+CPU = {
+    "device": "cpu", "dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "keep_set_source": "processed_logprobs",
+    "max_logprobs": 40, "weight_transfer": "gloo", "key": "secret-key", "seed": 7, "kv_cache_gib": 0.5,
+}  # fmt: skip
+GPU = CPU | {"device": "cuda", "weight_transfer": "nccl", "kv_cache_gib": None, "gpu_memory_utilization": 0.85}
+
+
+def option(argv: list[str], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_cpu_server():
+    argv, env = server_command("/models/tiny", "127.0.0.1", 8123, **CPU)
+    assert argv[:3] == [sys.executable, "-m", "megatron_rl.inference.vllm.plugin.serve"]
+    expected = {
+        "--model": "/models/tiny", "--host": "127.0.0.1", "--port": "8123", "--dtype": "float32", "--seed": "7",
+        "--load-format": "dummy", "--max-model-len": "512", "--max-num-seqs": "16", "--max-logprobs": "40",
+        "--logprobs-mode": "processed_logprobs", "--kv-cache-memory-bytes": str(1 << 29), "--generation-config": "vllm",
+        "--weight-transfer-config": '{"backend": "gloo"}', "--worker-cls": "megatron_rl.inference.vllm.plugin.worker.RolloutCpuWorker",
+    }  # fmt: skip
+    assert {name: option(argv, name) for name in expected} == expected
+    assert {"--enable-return-routed-experts", "--enable-scale-out", "--skip-tokenizer-init", "--enforce-eager"} <= set(argv)
+    assert "--return-sampling-mask" not in argv and "--gpu-memory-utilization" not in argv
+    assert env["VLLM_SERVER_DEV_MODE"] == "1" and env["OMP_NUM_THREADS"] == "1"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in env and "MEGATRON_RL_SERVER_CPUS" not in env
+
+
+def test_gpu_server_with_native_keep_sets():
+    argv, env = server_command("/models/big", "10.0.0.5", 8123, **GPU | {"keep_set_source": "native", "tensor_parallel_size": 4})
+    assert "--return-sampling-mask" in argv and option(argv, "--gpu-memory-utilization") == "0.85"
+    assert option(argv, "--tensor-parallel-size") == "4" and option(argv, "--weight-transfer-config") == '{"backend": "nccl"}'
+    assert "--enforce-eager" not in argv and "--worker-cls" not in argv and "--kv-cache-memory-bytes" not in argv
+    assert "OMP_NUM_THREADS" not in env
+
+
+def test_cores_of_a_cpu_server():
+    _, env = server_command("m", "127.0.0.1", 1, **CPU, cpus=[2, 3], threads=2)
+    assert env["MEGATRON_RL_SERVER_CPUS"] == "2,3" and env["OMP_NUM_THREADS"] == "2"
+    _, env = server_command("m", "127.0.0.1", 1, **CPU, cpus=[4, 5, 6, 7], threads=2, tensor_parallel_size=2)
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
+
+
+def test_extra_arguments_come_last_and_so_have_the_last_word():
+    argv, _ = server_command("m", "127.0.0.1", 1, **CPU, extra_arguments=["--max-num-seqs", "3"])
+    assert argv[-2:] == ["--max-num-seqs", "3"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_transfer": "carrier pigeon"}, "'carrier pigeon'"),
+        ({"kv_cache_gib": None}, "neither kv_cache_gib nor gpu_memory_utilization"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 and cpus is None"),
+        ({"tensor_parallel_size": 2, "cpus": [1]}, "at least 2"),
+    ],
+)
+def test_bad_settings_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        server_command("m", "127.0.0.1", 1, **CPU | changes)
+
+
+def test_the_key_is_in_the_environment_and_not_on_the_command_line():
+    argv, env = server_command("m", "127.0.0.1", 1, **CPU)
+    assert env["MEGATRON_RL_KEY"] == "secret-key" and not any("secret-key" in word for word in argv)
+    assert option(argv, "--middleware") == "megatron_rl.inference.vllm.plugin.access.RequireKey"
