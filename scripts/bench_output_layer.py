@@ -24,7 +24,7 @@ from bench_keep_set import Problem, set_sizes
 from torch import Tensor
 
 from megatron_rl.batching import Alignment, AssemblyOptions, Microbatch
-from megatron_rl.batching.collate import Member, lay_out
+from megatron_rl.batching.collate import Member, collate
 from megatron_rl.config import Config, load_config
 from megatron_rl.conversion import random_hf_tensors
 from megatron_rl.engine import build_engine, head, start_process
@@ -78,7 +78,7 @@ def random_microbatches(config: Config, table: ParameterTable, num_tokens: int) 
     per_batch = config.trainer.max_tokens_per_microbatch // (PROMPT + COMPLETION)
     groups = [members[first : first + per_batch] for first in range(0, count, per_batch)]
     denominators = Denominators(tokens=count * COMPLETION, sequences=count)
-    return [lay_out(group, 0, Alignment(1, 1), options) for group in groups], denominators
+    return [collate(group, 0, Alignment(1, 1), options) for group in groups], denominators
 
 
 def random_rollout(contract: ModelContract, random: np.random.Generator, sizes: np.ndarray) -> Rollout:

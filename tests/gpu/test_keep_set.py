@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 # bf16: the dense route multiplies gradients of logits that were rounded to bf16 (2^-9 each)
 GRADIENT_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-ROUTES = {"by cost": plan.GPU_COSTS, "pairs": shard_plan.RouteCosts(1e9, 1e9), "dense": plan.RouteCosts(0.0, 0.0)}
+ROUTES = {"by cost": shard_plan.GPU_COSTS, "pairs": shard_plan.RouteCosts(1e9, 1e9), "dense": shard_plan.RouteCosts(0.0, 0.0)}
 
 
 def run(case: Case, *, sets_on_cpu: bool, fused: bool = False) -> dict[str, torch.Tensor]:

@@ -31,7 +31,7 @@ CASES = {
     "a shard of padding only": make_case(4, vocab_size=40, num_rows=56, full=0.15, sizes=(1, 2, 30)),
     "singletons only": make_case(5, sizes=(1,)),
 }
-ROUTES = {"by cost": shard_plan.CPU_COSTS, "pairs": plan.RouteCosts(1e9, 1e9), "dense": plan.RouteCosts(0.0, 0.0)}
+ROUTES = {"by cost": shard_plan.CPU_COSTS, "pairs": shard_plan.RouteCosts(1e9, 1e9), "dense": shard_plan.RouteCosts(0.0, 0.0)}
 RUNS = [
     (name, tp, sequence_parallel, fused, route)
     for name in CASES for tp in (1, 2, 4) for sequence_parallel in (False, True) for fused in (False, True) for route in ROUTES

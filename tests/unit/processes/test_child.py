@@ -68,7 +68,7 @@ def test_a_child_that_does_not_hear_a_cancelled_job_ends_by_its_own_signal(tmp_p
 def test_what_such_a_child_starts_ends_by_sigterm(tmp_path):
     """As a reward that runs code ends its own processes, by exec and by fork."""
     code = (
-        "import multiprocessing, subprocess, sys, time\nfrom megatron_rl.processes import ignore_sigterm\nhear_no_sigterm()\n"
+        "import multiprocessing, subprocess, sys, time\nfrom megatron_rl.processes import ignore_sigterm\nignore_sigterm()\n"
         "program = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
         "fork = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\nfork.start()\ntime.sleep(0.5)\n"
         "for started in (program, fork):\n    started.terminate()\n"

@@ -14,7 +14,7 @@ from megatron_rl.config import Config
 from megatron_rl.records import GroupTask, Payload, check_rollout
 from megatron_rl.rollouts.group import GroupSampler, all_or_first_error, in_daemon_thread
 from megatron_rl.tasks import RewardError, TextEncoder, load_task
-from tests.unit.inference.fake_vllm import MODEL, FakeVllm, running
+from tests.unit.inference.vllm.fake_vllm import MODEL, FakeVllm, running
 
 CHARACTERS = "0123456789+-=? abcdefghijklmnopqrstuvwxyz"
 

@@ -13,7 +13,7 @@ from megatron_rl.rollouts import worker as worker_module
 from megatron_rl.rollouts.worker import OrchestratorGoneError, OrchestratorLink, Worker, main
 from megatron_rl.wire.access import KEY_HEADER
 from megatron_rl.wire.control import Ack, GroupReport, WorkOrder, WorkRequest, decode, encode
-from tests.unit.inference.fake_vllm import serving
+from tests.unit.inference.vllm.fake_vllm import serving
 
 
 class FakeOrchestrator:

@@ -15,7 +15,7 @@ from megatron_rl.inference.errors import ServerError
 from megatron_rl.inference.vllm.client import VllmClient
 from megatron_rl.inference.vllm.completion import Completion
 from megatron_rl.records import ContractError, Rollout, Sampling, check_rollout
-from tests.unit.inference.fake_vllm import MODEL, FakeVllm, running
+from tests.unit.inference.vllm.fake_vllm import MODEL, FakeVllm, running
 
 TOP_P = Sampling(temperature=0.7, top_p=0.9, max_new_tokens=9)
 
