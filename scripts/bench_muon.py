@@ -115,7 +115,8 @@ def measured(turns: int, repeats: int, architecture: dict) -> dict[str, dict[str
 
 def pieces_of(placement: Placement, stage: int, number: int) -> list[Piece]:
     """What rank `number` of a stage holds of Muon's parameters: the distributed optimizer cuts the dense and the expert parameters,
-    each laid end to end, evenly over their replicas."""
+    each laid end to end, evenly over their replicas.
+    """
     layout = placement.layout
     coords = layout.coords_of(stage * layout.ranks_per_stage + number)
     held = [h for h in placement.held_by(coords.rank).values() if h.parameter.role.has_matrices]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up, then runs the linter and the tests.
+# Sets everything up, then runs the gates of scripts/lint.sh and the tests.
 #
 #   bash scripts/test.sh                                   # all that this machine can run
 #   bash scripts/test.sh tests/unit -k keep_set            # what pytest is told
@@ -12,6 +12,6 @@ venv=${VENV:-.venv}
 # than they bring.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 status=0
-"$venv/bin/python" -m ruff check --output-format concise . || status=$?
+bash scripts/lint.sh || status=$?
 "$venv/bin/python" -m pytest "$@" || status=$?
 exit "$status"

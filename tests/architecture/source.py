@@ -121,7 +121,7 @@ def _relative_base(module: Module, level: int) -> str:
 
 def resolve_own(target: str, names: frozenset[str]) -> str | None:
     """The project's own module that an import target means, or None: "megatron_rl.a.f" is module "megatron_rl.a" if f is no module."""
-    if target.split(".")[0] != PACKAGE:
+    if target.split(".", maxsplit=1)[0] != PACKAGE:
         return None
     while target not in names and "." in target:
         target = target.rpartition(".")[0]

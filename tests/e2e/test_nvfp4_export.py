@@ -46,7 +46,7 @@ SIZES = {
 }  # fmt: skip
 FAMILIES = {
     name: SMALL[name]
-    | {key: value for key, value in SIZES.items() if key in SMALL[name] or key == "head_dim" and name == "llama"}
+    | {key: value for key, value in SIZES.items() if key in SMALL[name] or (key == "head_dim" and name == "llama")}
     for name in ("llama", "mixtral_moe", "glm4_moe", "deepseek_v3_moe")
 }
 FUSED = {

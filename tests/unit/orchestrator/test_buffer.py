@@ -161,4 +161,4 @@ def test_simulated_run_keeps_the_bound_and_discards_nothing(seed):
             ages += [buffer.next_step - 1 - oldest_version(g) for g in batch]
             training = now + rng.randint(1, 3)
         assert now < 20_000, "the simulated run hangs"
-    assert 0 <= min(ages) and max(ages) <= bound
+    assert min(ages) >= 0 and max(ages) <= bound
