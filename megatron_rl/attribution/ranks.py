@@ -32,7 +32,7 @@ from megatron_rl.trainer.rank import TrainerRank
 from megatron_rl.trainer.ranks import broadcast_object, gather_object, rendezvous_in
 from megatron_rl.trainer.saving import save_checkpoint, write_policy
 from megatron_rl.weight_mapping import HeldParameter
-from megatron_rl.weight_mapping.param_mappings import GateUp
+from megatron_rl.weight_mapping.param_mappings import GateUpMapping
 from megatron_rl.wire.control import decode, encode
 
 JOB, SCORES, OUTCOME = "job.json", "scores.safetensors", "outcome.json"
@@ -122,7 +122,7 @@ class StepScorer:
 
 def exchanged_gate_up(held: HeldParameter, tensor: Tensor) -> Tensor:
     """A rank's part of gate and up holds as many rows of the one as of the other."""
-    if not isinstance(held.parameter.kind, GateUp):
+    if not isinstance(held.parameter.mapping, GateUpMapping):
         return tensor
     half = len(tensor) // 2
     return tensor.roll(half, dims=0)

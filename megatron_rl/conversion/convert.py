@@ -105,7 +105,10 @@ class _Progress:
 
 def _rows(checkpoint: HfCheckpoint, parameter: Parameter) -> list[Tensor]:
     """Out of the mapped file: the copy is what reads it."""
-    return [piece.clone(memory_format=torch.contiguous_format) for piece in parameter.kind.rows(parameter.parts_of(checkpoint))]
+    return [
+        piece.clone(memory_format=torch.contiguous_format)
+        for piece in parameter.mapping.row_pieces(parameter.parts_of(checkpoint))
+    ]
 
 
 def _num_bytes(specs: dict[str, TensorSpec], parameter: Parameter) -> int:

@@ -46,7 +46,7 @@ class MegatronCheckpoint(Mapping[str, Tensor]):
         self.with_mtp = any(key.startswith("mtp.") for key in arrays)
         """Whether it holds the layers for multi-token prediction (the model as it was converted; a run's has none)."""
         padded = embedding.shape[0] if embedding else None
-        self._table = ParameterTable(self.config, padded_vocab_size=padded, spelling=CHECKPOINT, with_mtp=self.with_mtp)
+        self._table = ParameterTable(self.config, padded_vocab_size=padded, naming=CHECKPOINT, with_mtp=self.with_mtp)
         self._arrays = arrays
         self._last: dict[str, Tensor] = {}
 
@@ -144,7 +144,7 @@ class MegatronCheckpointWriter:
     ) -> None:
         self._folder, self._config, self._assets_from = Path(folder), dict(config), assets_from
         self._fingerprint, self._resume = fingerprint, resume
-        self.table = ParameterTable(config, spelling=CHECKPOINT, with_mtp=bool(ParameterTable(config).mtp_names & dtypes.keys()))
+        self.table = ParameterTable(config, naming=CHECKPOINT, with_mtp=bool(ParameterTable(config).mtp_names & dtypes.keys()))
         self._parameters = {parameter.name: parameter for parameter in self.table.parameters}
         specs = {name: _spec(parameter, dtypes) for name, parameter in self._parameters.items()}
         self._files = {f"__0_{number}.distcp": list(group) for number, group in enumerate(cut(specs, shard_bytes))}
@@ -162,7 +162,7 @@ class MegatronCheckpointWriter:
         return [self._parameters[name] for _, name in self._queue]
 
     def write(self, parameter: Parameter, rows: Iterable[Tensor]) -> None:
-        """The next parameter, in the pieces that `Kind.rows` gives."""
+        """The next parameter, in the pieces that `ParamMapping.row_pieces` gives."""
         file, name = self._queue.pop(0)
         assert name == parameter.name, f"{parameter.name} was written where {name} comes next"
         if self._file is None:

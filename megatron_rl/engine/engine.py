@@ -61,7 +61,7 @@ class Engine:
         self.backend = Backend.of(groups.device)
         padded = groups.layout.padded_vocab_size(hf_config["vocab_size"])
         self.table = ParameterTable(
-            hf_config, padded_vocab_size=padded, spelling=self.backend.spelling, with_mtp=config.model.mtp == "trained"
+            hf_config, padded_vocab_size=padded, naming=self.backend.naming, with_mtp=config.model.mtp == "trained"
         )
         self.placement = Placement(self.table, groups.layout)
         chunks = build_chunks(self.table.architecture, config, groups, self.backend, padded_vocab_size=padded)

@@ -103,7 +103,7 @@ class Backend:
         return cls(transformer_engine=True, apex_gradient_fusion=found["fused_weight_gradient_mlp_cuda"])
 
     @property
-    def spelling(self) -> NamingScheme:
+    def naming(self) -> NamingScheme:
         return TRANSFORMER_ENGINE if self.transformer_engine else LOCAL
 
     def describe(self) -> str:
@@ -236,7 +236,7 @@ def _build_chunk(
     )  # fmt: skip
     if ahead is not None:
         prepare_layers(built)
-    _name_as_in_checkpoints(built, backend.spelling)
+    _name_as_in_checkpoints(built, backend.naming)
     if model.linear_biases and not backend.transformer_engine:
         _skip_reductions_over_one_rank(built)
     return built.to(groups.device)
@@ -250,14 +250,14 @@ def _skip_reductions_over_one_rank(chunk: PolicyModel) -> None:
             expert.linear_fc2.explicit_expert_comm = True
 
 
-def _name_as_in_checkpoints(chunk: PolicyModel, spelling: NamingScheme) -> None:
+def _name_as_in_checkpoints(chunk: PolicyModel, naming: NamingScheme) -> None:
     """Layers of either spec save and load under the same keys, so that checkpoints move between CPU and GPU."""
     for layer in transformer_layers(chunk):
         mlp_norm = "sparse_mlp_norm" if hasattr(layer.mlp, "router") else "dense_mlp_norm"
         is_latent = hasattr(layer.self_attention, "linear_kv_up_proj")
         # Only there: another attention's q_layernorm, over each head, goes by the same name and stays where it is.
         attention = ("latent_attention_norm", "latent_q_norm", "latent_kv_norm") if is_latent else ("attention_norm",)
-        keys = {getattr(spelling, field): getattr(CHECKPOINT, field) for field in (*attention, mlp_norm)}
+        keys = {getattr(naming, field): getattr(CHECKPOINT, field) for field in (*attention, mlp_norm)}
         layer.submodules_config = dataclasses.replace(layer.submodules_config, sharded_state_dict_keys_map=keys)
 
 
@@ -295,7 +295,7 @@ def mark_parameters(chunks: list[PolicyModel], placement: Placement, rank: int) 
     leaves out all ranks but the first.
     """
     for (chunk, name), held in placement.held_by(rank).items():
-        parameter, sharding = tensor_of(chunks[chunk], name), held.parameter.kind.sharding
+        parameter, sharding = tensor_of(chunks[chunk], name), held.parameter.mapping.sharding
         if not isinstance(parameter, torch.nn.Parameter):
             continue
         if held.parameter.is_expert:

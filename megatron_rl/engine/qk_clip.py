@@ -18,7 +18,7 @@ from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.muon import slice_of
 from megatron_rl.optim.qk_clip import clip_factors, latent_key_value_rows, latent_query_rows, query_key_value_rows
 from megatron_rl.weight_mapping import GroupedQueryAttention, HeldParameter, LatentAttention, ModelArchitecture
-from megatron_rl.weight_mapping.param_mappings import QueryKeyValue
+from megatron_rl.weight_mapping.param_mappings import QkvMapping
 
 _LATENT_QUERIES = ("linear_q_proj.weight", "linear_q_up_proj.weight")
 _LATENT_KEYS = ("linear_kv_up_proj.weight",)
@@ -91,5 +91,5 @@ class QkClip:
         if isinstance(self._attention, LatentAttention):
             of = latent_key_value_rows if held.name.endswith(_LATENT_KEYS) else latent_query_rows
             return of(self._attention, factors)
-        assert isinstance(self._attention, GroupedQueryAttention) and isinstance(held.parameter.kind, QueryKeyValue)
-        return replace(held.parameter.kind, inputs=None).fuse(query_key_value_rows(self._attention, factors))
+        assert isinstance(self._attention, GroupedQueryAttention) and isinstance(held.parameter.mapping, QkvMapping)
+        return replace(held.parameter.mapping, inputs=None).fuse(query_key_value_rows(self._attention, factors))

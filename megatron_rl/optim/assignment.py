@@ -24,7 +24,7 @@ class Task:
 
     @property
     def elements(self) -> int:
-        return sum(rows * columns for rows, columns in self.parameter.kind.part_shapes)
+        return sum(rows * columns for rows, columns in self.parameter.mapping.part_shapes)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def stage_tasks(placement: Placement, stage: int, steps: int) -> list[Task]:
             continue
         owner = coords[placement.owners(parameter)[0] - first]
         sharers = by_ep[owner.ep] if parameter.is_expert else everyone
-        work = sum(flops(*shape, steps) for shape in parameter.kind.part_shapes)
+        work = sum(flops(*shape, steps) for shape in parameter.mapping.part_shapes)
         tasks.append(Task(parameter, sharers, work))
     return tasks
 

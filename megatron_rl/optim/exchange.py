@@ -65,7 +65,7 @@ class Routing:
 def routing_of(one: Round, pieces: Sequence[Sequence[Piece]], rank: int) -> Routing:
     """pieces: of every rank of the group, in the order in which each sends them."""
     owner_of = {task.parameter.name: owner for task, owner in zip(one.tasks, one.owners, strict=True)}
-    whole = {task.parameter.name for task in one.tasks if isinstance(task.parameter.kind.sharding, Replicated)}
+    whole = {task.parameter.name for task in one.tasks if isinstance(task.parameter.mapping.sharding, Replicated)}
 
     def is_needed(piece: Piece) -> bool:
         # Every tensor-parallel rank holds all of it; one of the copies is enough, and all of them get the same update.
@@ -94,7 +94,9 @@ def routing_of(one: Round, pieces: Sequence[Sequence[Piece]], rank: int) -> Rout
 def bytes_sent(rounds: Sequence[Round], pieces: Sequence[Sequence[Piece]]) -> list[int]:
     """By rank, in one step: directions to their owners and updates back, fp32; what a rank owes itself stays where it is."""
     owner_of = {task.parameter.name: owner for one in rounds for task, owner in zip(one.tasks, one.owners, strict=True)}
-    whole = {task.parameter.name for one in rounds for task in one.tasks if isinstance(task.parameter.kind.sharding, Replicated)}
+    whole = {
+        task.parameter.name for one in rounds for task in one.tasks if isinstance(task.parameter.mapping.sharding, Replicated)
+    }
     sent = [0] * len(pieces)
     for rank, held in enumerate(pieces):
         for piece in held:

@@ -89,7 +89,7 @@ class DistributedMuon:
 
 def update_of(parameters: Sequence[Parameter], directions: dict[str, Tensor], settings: MuonSettings) -> dict[str, Tensor]:
     """Full tensors of the update by name, from those of the direction: each logical matrix by itself, those of one shape together."""
-    parts = {p.name: list(p.kind.split(directions[p.name])) for p in parameters}
+    parts = {p.name: list(p.mapping.split(directions[p.name])) for p in parameters}
     by_shape: dict[tuple[int, ...], list[tuple[str, int]]] = {}
     for name, matrices in parts.items():
         for place, matrix in enumerate(matrices):
@@ -102,4 +102,4 @@ def update_of(parameters: Sequence[Parameter], directions: dict[str, Tensor], se
             found = orthogonalise(stacked, settings.newton_schulz_steps).float().mul_(update_scale(*shape))
             for (name, place), matrix in zip(some, found, strict=True):
                 parts[name][place] = matrix
-    return {p.name: p.kind.fuse(parts[p.name]) for p in parameters}
+    return {p.name: p.mapping.fuse(parts[p.name]) for p in parameters}

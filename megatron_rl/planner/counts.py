@@ -93,58 +93,58 @@ class ParameterCounts:
         return sum(dense for dense, _ in sizes), sum(expert for _, expert in sizes)
 
     def _largest_of(self, tp: int, etp: int) -> tuple[int, int]:
-        rows = self._rows(tp)
-        dense = [_shard(row, tp) for row in rows if row.region is Region.LAYER and row.num_experts is None]
-        expert = [_shard(row, etp) for row in rows if row.num_experts is not None]
+        rules = self._rules(tp)
+        dense = [_shard(rule, tp) for rule in rules if rule.region is Region.LAYER and rule.num_experts is None]
+        expert = [_shard(rule, etp) for rule in rules if rule.num_experts is not None]
         return max(dense, default=0), max(expert, default=0)
 
     @cache  # noqa: B019 - a planner lives as long as its process
-    def _rows(self, tp: int) -> tuple[MappingRule, ...]:
+    def _rules(self, tp: int) -> tuple[MappingRule, ...]:
         padded = Layout(world_size=tp, tp=tp).padded_vocab_size(self.architecture.vocab_size)
-        return tuple(self._family.rows(self.architecture, padded, LOCAL))
+        return tuple(self._family.rules(self.architecture, padded, LOCAL))
 
     def _layers_of(self, tp: int, ep: int, etp: int) -> tuple[np.ndarray, Held, Held]:
         """int64 [layers + 1, 8], sums over the layers before; and what is held outside of the layers, first and last."""
         per_layer = np.zeros((self.architecture.num_layers + 1, 2, 4), dtype=np.int64)
         outside = {Region.FIRST: Held(), Region.LAST: Held()}
-        for row in self._rows(tp):
-            held = held_of(row, etp if row.num_experts is not None else tp, ep)
-            if row.region is Region.LAYER:
+        for rule in self._rules(tp):
+            held = held_of(rule, etp if rule.num_experts is not None else tp, ep)
+            if rule.region is Region.LAYER:
                 values = (held.trained, held.aligned, held.matrices, held.untrained)
-                per_layer[np.asarray(row.layers, dtype=int) + 1, int(row.num_experts is not None)] += values
+                per_layer[np.asarray(rule.layers, dtype=int) + 1, int(rule.num_experts is not None)] += values
             else:
-                outside[row.region] = outside[row.region] + held
+                outside[rule.region] = outside[rule.region] + held
         return per_layer.reshape(-1, 8).cumsum(axis=0), outside[Region.FIRST], outside[Region.LAST]
 
     def full_layers(self, role_filter: Iterable[Role]) -> Sequence[int]:
         """Elements of each whole layer in these roles, not cut at all."""
         roles, sums = set(role_filter), [0] * self.architecture.num_layers
-        for row in self._rows(1):
-            for layer in row.layers if row.role in roles else ():
-                sums[layer] += math.prod(row.kind.shape) * (row.num_experts or 1)
+        for rule in self._rules(1):
+            for layer in rule.layers if rule.role in roles else ():
+                sums[layer] += math.prod(rule.mapping.shape) * (rule.num_experts or 1)
         return sums
 
     @property
     def num_parameters(self) -> int:
         """As ParameterTable.num_parameters: trained elements of the whole model."""
         return sum(
-            math.prod(shape) * (len(row.layers) if row.region is Region.LAYER else 1) * (row.num_experts or 1)
-            for row in self._rows(1) if row.role is not Role.SELECTION_BIAS for shape in row.kind.part_shapes
+            math.prod(shape) * (len(rule.layers) if rule.region is Region.LAYER else 1) * (rule.num_experts or 1)
+            for rule in self._rules(1) if rule.role is not Role.SELECTION_BIAS for shape in rule.mapping.part_shapes
         )  # fmt: skip
 
 
-def _shard(row: MappingRule, size: int) -> int:
-    return math.prod(row.kind.sharding.shard_shape(row.kind.shape, size))
+def _shard(rule: MappingRule, size: int) -> int:
+    return math.prod(rule.mapping.sharding.shard_shape(rule.mapping.shape, size))
 
 
-def held_of(row: MappingRule, size: int, ep: int) -> Held:
-    """One row in one layer on one rank: cut over `size` ranks, experts spread over `ep`."""
-    row.kind.check_size(size)
-    if row.num_experts is not None and row.num_experts % ep:
-        raise LayoutError(f"num_experts = {row.num_experts} is not a multiple of ep = {ep}")
-    shard = _shard(row, size)
-    if row.role is Role.SELECTION_BIAS:
+def held_of(rule: MappingRule, size: int, ep: int) -> Held:
+    """One rule in one layer on one rank: cut over `size` ranks, experts spread over `ep`."""
+    rule.mapping.check_size(size)
+    if rule.num_experts is not None and rule.num_experts % ep:
+        raise LayoutError(f"num_experts = {rule.num_experts} is not a multiple of ep = {ep}")
+    shard = _shard(rule, size)
+    if rule.role is Role.SELECTION_BIAS:
         return Held(untrained=shard)
     aligned = -(-shard // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
-    one = Held(shard, aligned, shard if row.role.has_matrices else 0, 0, shard)
-    return one.times(row.num_experts // ep if row.num_experts is not None else 1)
+    one = Held(shard, aligned, shard if rule.role.has_matrices else 0, 0, shard)
+    return one.times(rule.num_experts // ep if rule.num_experts is not None else 1)

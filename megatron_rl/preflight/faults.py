@@ -22,8 +22,8 @@ def planted(name: str | None) -> Iterator[None]:
 def swapped_gate_up() -> Iterator[None]:
     """Weights come into Megatron with gate and up in each other's place."""
     with (
-        _wrapped(param_mappings.GateUp, "fuse", lambda fuse: lambda self, parts: fuse(self, list(parts)[::-1])),
-        _wrapped(param_mappings.GateUp, "rows", lambda rows: lambda self, tensors: rows(self, tensors)[::-1]),
+        _wrapped(param_mappings.GateUpMapping, "fuse", lambda fuse: lambda self, parts: fuse(self, list(parts)[::-1])),
+        _wrapped(param_mappings.GateUpMapping, "row_pieces", lambda pieces: lambda self, tensors: pieces(self, tensors)[::-1]),
     ):
         yield
 

@@ -1,4 +1,4 @@
-"""What a model family has to say: how its config is read, and the rows of its table."""
+"""What a model family has to say: how its config is read, and the rules of its table."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -25,16 +25,16 @@ class Family(ABC):
         """Read the config; UnsupportedArchitectureError lists everything in it that cannot be expressed."""
 
     @abstractmethod
-    def rows(self, model: ModelArchitecture, padded_vocab_size: int, spelling: NamingScheme) -> list[MappingRule]:
+    def rules(self, model: ModelArchitecture, padded_vocab_size: int, naming: NamingScheme) -> list[MappingRule]:
         """The table of the family, for one model."""
 
     def parameters(
-        self, model: ModelArchitecture, padded_vocab_size: int | None = None, spelling: NamingScheme = LOCAL
+        self, model: ModelArchitecture, padded_vocab_size: int | None = None, naming: NamingScheme = LOCAL
     ) -> list[Parameter]:
         """All parameters with global layer and expert numbers, in the order of the forward pass."""
         padded = model.vocab_size if padded_vocab_size is None else padded_vocab_size
-        return expand(self.rows(model, padded, spelling), model.num_layers)
+        return expand(self.rules(model, padded, naming), model.num_layers)
 
-    def mtp_parameters(self, model: ModelArchitecture, spelling: NamingScheme = LOCAL) -> list[Parameter]:
+    def mtp_parameters(self, model: ModelArchitecture, naming: NamingScheme = LOCAL) -> list[Parameter]:
         """Those of the layers for multi-token prediction, which `parameters` leaves out."""
-        return mtp_parameters(model, lambda deeper: self.rows(deeper, deeper.vocab_size, spelling))
+        return mtp_parameters(model, lambda deeper: self.rules(deeper, deeper.vocab_size, naming))

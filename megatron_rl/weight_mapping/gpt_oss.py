@@ -37,7 +37,7 @@ class GptOss(Llama):
 
     def _experts(self, read: ConfigReader, num_layers: int) -> MixtureOfExperts:
         num_experts, top_k = read.experts("num_local_experts", "num_experts")
-        read.skip("experts_per_token")  # a second spelling in published configs
+        read.skip("experts_per_token")  # a second naming in published configs
         return MixtureOfExperts(
             num_experts, top_k, read.integer("intermediate_size"), tuple(range(num_layers)), normalize_top_k=True
         )
@@ -50,5 +50,5 @@ class GptOss(Llama):
     def _layer_types(self, read: ConfigReader) -> None:
         """Read with the attention."""
 
-    def _sparse_rules(self, model: ModelArchitecture, moe: MixtureOfExperts, spelling: NamingScheme) -> list[MappingRule]:
-        return [*router_rules(model, moe, spelling, self.expert_names), *stacked_expert_rules(model, moe, spelling)]
+    def _sparse_rules(self, model: ModelArchitecture, moe: MixtureOfExperts, naming: NamingScheme) -> list[MappingRule]:
+        return [*router_rules(model, moe, naming, self.expert_names), *stacked_expert_rules(model, moe, naming)]

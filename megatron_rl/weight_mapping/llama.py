@@ -48,16 +48,16 @@ class Llama(Family):
         read.finish()
         return model
 
-    def rows(self, model: ModelArchitecture, padded_vocab_size: int, spelling: NamingScheme) -> list[MappingRule]:
-        rows = [
+    def rules(self, model: ModelArchitecture, padded_vocab_size: int, naming: NamingScheme) -> list[MappingRule]:
+        rules = [
             *vocabulary_rules(model, padded_vocab_size),
-            *attention_rules(model, spelling),
-            *dense_mlp_rules(model, spelling),
+            *attention_rules(model, naming),
+            *dense_mlp_rules(model, naming),
         ]
-        return rows + self._sparse_rules(model, model.moe, spelling) if model.moe else rows
+        return rules + self._sparse_rules(model, model.moe, naming) if model.moe else rules
 
-    def _sparse_rules(self, model: ModelArchitecture, moe: MixtureOfExperts, spelling: NamingScheme) -> list[MappingRule]:
-        return [*router_rules(model, moe, spelling, self.expert_names), *expert_rules(model, moe, spelling, self.expert_names)]
+    def _sparse_rules(self, model: ModelArchitecture, moe: MixtureOfExperts, naming: NamingScheme) -> list[MappingRule]:
+        return [*router_rules(model, moe, naming, self.expert_names), *expert_rules(model, moe, naming, self.expert_names)]
 
     def _attention(self, read: ConfigReader, hidden: int, num_layers: int) -> GroupedQueryAttention | LatentAttention:
         heads = read.integer("num_attention_heads")

@@ -56,7 +56,7 @@ class ParamMapping(ABC):
         """The full tensor from the Hugging Face tensors."""
         return self.fuse(tensors)
 
-    def rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def row_pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Pieces that make up the full tensor from top to bottom, without padded rows and rearranged as little as possible."""
         return [self.from_hf(tensors)]
 
@@ -64,14 +64,14 @@ class ParamMapping(ABC):
         """LayoutError when the tensor cannot be cut over `size` ranks."""
         self.sharding.shard_shape(self.shape, size)
 
-    def shard_parts(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+    def shard_from_hf(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
         """One rank's shard straight from the Hugging Face tensors; equal to cutting `from_hf(tensors)`, without building it where
         possible."""
         return self.sharding.shard(self.from_hf(tensors), rank, size)
 
 
 @dataclass(frozen=True)
-class Single(ParamMapping):
+class DirectMapping(ParamMapping):
     """One matrix or vector that is the same on both sides."""
 
     size: tuple[int, ...]
@@ -98,7 +98,7 @@ class Single(ParamMapping):
 
 
 @dataclass(frozen=True)
-class GateUp(ParamMapping):
+class GateUpMapping(ParamMapping):
     """First linear of a gated MLP: gate rows above up rows, [2 * width, inputs]; cut per half. Its bias has no inputs: [2 * width]."""
 
     width: int
@@ -124,15 +124,15 @@ class GateUp(ParamMapping):
         gate, up = parts
         return torch.cat([gate, up])
 
-    def rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def row_pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
 
-    def shard_parts(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+    def shard_from_hf(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         return self.fuse([Split(0).shard(part, rank, size) for part in parts])
 
 
 @dataclass(frozen=True)
-class QueryKeyValue(ParamMapping):
+class QkvMapping(ParamMapping):
     """Fused attention input, [(heads + 2 * groups) * head_dim, inputs]: for each query group its q heads, its k, its v. Its bias has
     no inputs.
 
@@ -178,14 +178,14 @@ class QueryKeyValue(ParamMapping):
             )
         super().check_size(size)
 
-    def shard_parts(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+    def shard_from_hf(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         if self.num_query_groups % size:
-            return super().shard_parts(parts, rank, size)
+            return super().shard_from_hf(parts, rank, size)
         return self.fuse([Split(0).shard(part, rank, size) for part in parts])
 
 
 @dataclass(frozen=True)
-class VocabularyRows(ParamMapping):
+class VocabularyMapping(ParamMapping):
     """Embedding or output layer. Megatron's tensor has rows of zeros below the vocabulary, so that it divides over tp."""
 
     vocab_size: int
@@ -215,10 +215,10 @@ class VocabularyRows(ParamMapping):
         (rows,) = parts
         return _with_zero_rows(rows, self.padded_vocab_size)
 
-    def rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def row_pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
 
-    def shard_parts(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+    def shard_from_hf(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         (rows,) = parts
         per_rank = self.sharding.shard_shape(self.shape, size)[0]
         return _with_zero_rows(rows[rank * per_rank : (rank + 1) * per_rank], per_rank)
@@ -234,7 +234,7 @@ def _with_zero_rows(rows: Tensor, count: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class InterleavedGateUp(GateUp):
+class InterleavedGateUpMapping(GateUpMapping):
     """The same in Megatron; Hugging Face holds it as [inputs, 2 * width] with gate and up in turn (GPT-OSS). Bias: [2 * width]."""
 
     @property
@@ -246,19 +246,19 @@ class InterleavedGateUp(GateUp):
         return (in_turn.movedim(0, -1),)
 
     def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat(self.rows(tensors))
+        return torch.cat(self.row_pieces(tensors))
 
-    def rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def row_pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         (in_turn,) = tensors
         pairs = in_turn.movedim(-1, 0)
         return [pairs[0::2], pairs[1::2]]
 
-    def shard_parts(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        return self.fuse([Split(0).shard(part, rank, size) for part in self.rows(tensors)])
+    def shard_from_hf(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        return self.fuse([Split(0).shard(part, rank, size) for part in self.row_pieces(tensors)])
 
 
 @dataclass(frozen=True)
-class Transposed(Single):
+class TransposedMapping(DirectMapping):
     """A matrix [outputs, inputs] that Hugging Face holds as [inputs, outputs]."""
 
     @property

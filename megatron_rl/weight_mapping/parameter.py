@@ -1,4 +1,4 @@
-"""One parameter of the model: its names on both sides, its place in the pipeline, and its kind."""
+"""One parameter of the model: its names on both sides, its place in the pipeline, and its mapping."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,8 +67,8 @@ class Parameter:
 
     template: str
     hf: tuple[HfTensor, ...]
-    """One for each of the kind's `hf_shapes`, in that order."""
-    kind: ParamMapping
+    """One for each of the mapping's `hf_shapes`, in that order."""
+    mapping: ParamMapping
     role: Role
     region: Region
     layer: int | None = None
@@ -84,7 +84,7 @@ class Parameter:
     @property
     def shape(self) -> tuple[int, ...]:
         """Megatron's full tensor, padded vocabulary included."""
-        return self.kind.shape
+        return self.mapping.shape
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -108,26 +108,26 @@ class Parameter:
 
         Returns the given tensor itself where nothing has to be rearranged.
         """
-        return self.kind.from_hf(self.parts_of(tensors))
+        return self.mapping.from_hf(self.parts_of(tensors))
 
     def to_hf(self, full: Tensor) -> list[tuple[str, Tensor]]:
         """Hugging Face names and tensors of a full tensor: views of it where possible, without padded rows. Of a tensor that several
         parameters fill only this one's entry; Assembly brings the entries together."""
         if tuple(full.shape) != self.shape:
             raise TensorMismatchError(f"{self.name}: full shape {list(full.shape)}, expected {list(self.shape)}")
-        return [(tensor.name, part) for tensor, part in zip(self.hf, self.kind.to_hf(full), strict=True)]
+        return [(tensor.name, part) for tensor, part in zip(self.hf, self.mapping.to_hf(full), strict=True)]
 
     def shard_shape(self, size: int) -> tuple[int, ...]:
-        return self.kind.sharding.shard_shape(self.shape, size)
+        return self.mapping.sharding.shard_shape(self.shape, size)
 
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
         """The shard of one rank of the group that the parameter is cut over (etp for experts, tp otherwise)."""
-        return self.kind.sharding.shard(full, rank, size)
+        return self.mapping.sharding.shard(full, rank, size)
 
     def shard_from_hf(self, tensors: Mapping[str, Tensor], rank: int, size: int) -> Tensor:
         """`shard(from_hf(tensors), rank, size)` without building the full tensor where possible: of tensors that are
         mapped from a file, only the rank's own rows are read."""
-        return self.kind.shard_parts(self.parts_of(tensors), rank, size)
+        return self.mapping.shard_from_hf(self.parts_of(tensors), rank, size)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """The full tensor from the shards of all ranks of the group, in rank order."""
@@ -137,7 +137,7 @@ class Parameter:
                 raise TensorMismatchError(
                     f"{self.name}: shard {rank} of {len(shards)} has shape {list(shard.shape)}, expected {list(expected)}"
                 )
-        return self.kind.sharding.unshard(shards)
+        return self.mapping.sharding.unshard(shards)
 
     def parts_of(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """What it is made from: whole tensors, or its entries of those that it shares. TensorMismatchError where one does not fit."""

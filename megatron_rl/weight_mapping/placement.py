@@ -128,9 +128,9 @@ class Placement:
         except LayoutError as error:
             wrong.append(str(error))
         # Layers and experts share their kinds, so that only a few differ.
-        for kind, is_expert in {(parameter.kind, parameter.is_expert): None for parameter in self.table.parameters}:
+        for mapping, is_expert in {(parameter.mapping, parameter.is_expert): None for parameter in self.table.parameters}:
             try:
-                kind.check_size(layout.etp if is_expert else layout.tp)
+                mapping.check_size(layout.etp if is_expert else layout.tp)
             except LayoutError as error:
                 wrong.append(str(error))
         if wrong:

@@ -1,4 +1,4 @@
-"""The rows of a family's table, and their expansion into the parameters of a model."""
+"""Mapping rules of a model family, and their expansion into the parameters of a model."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.weight_mapping.architecture import ModelArchitecture
-from megatron_rl.weight_mapping.param_mappings import ParamMapping, Single, VocabularyRows
+from megatron_rl.weight_mapping.param_mappings import DirectMapping, ParamMapping, VocabularyMapping
 from megatron_rl.weight_mapping.parameter import HfTensor, Parameter, Region, Role
 
 HF_LAYER = "model.layers.{layer}."
@@ -14,11 +14,11 @@ HF_LAYER = "model.layers.{layer}."
 
 @dataclass(frozen=True)
 class MappingRule:
-    """One sort of parameter: Megatron's name, the Hugging Face name of each part, its kind, and where it occurs."""
+    """The parameters of one name pattern: Megatron's name, the Hugging Face names, how tensors map, and where they occur."""
 
     megatron: str
     hf: tuple[str, ...]
-    kind: ParamMapping
+    mapping: ParamMapping
     role: Role
     region: Region = Region.LAYER
     layers: Sequence[int] = ()
@@ -28,15 +28,22 @@ class MappingRule:
     dtype: torch.dtype | None = None
     """Given: kept in this dtype whatever the model's is."""
     scale_shared_with: str | None = None
-    """Megatron's name of the row whose quantisation group it joins."""
+    """Megatron's name in the rule whose quantisation group it joins."""
 
     def parameters(self, layer: int | None) -> Iterator[Parameter]:
         """Its parameters in one layer (None: outside of the layers)."""
         for expert in range(self.num_experts) if self.num_experts is not None else [None]:
-            pairs = zip(self.hf, self.kind.hf_shapes, strict=True)
+            pairs = zip(self.hf, self.mapping.hf_shapes, strict=True)
             tensors = tuple(self._hf_tensor(name, shape, layer, expert) for name, shape in pairs)
             yield Parameter(
-                self.megatron, tensors, self.kind, self.role, self.region, layer, expert, scale_shared_with=self.scale_shared_with
+                self.megatron,
+                tensors,
+                self.mapping,
+                self.role,
+                self.region,
+                layer,
+                expert,
+                scale_shared_with=self.scale_shared_with,
             )
 
     def _hf_tensor(self, name: str, shape: tuple[int, ...], layer: int | None, expert: int | None) -> HfTensor:
@@ -45,27 +52,27 @@ class MappingRule:
         return HfTensor(name.format(layer=layer), (self.num_experts, *shape), self.dtype, index=expert)
 
 
-def expand(rows: Sequence[MappingRule], num_layers: int) -> list[Parameter]:
+def expand(rules: Sequence[MappingRule], num_layers: int) -> list[Parameter]:
     """All parameters in the order of the forward pass: the order in which checkpoints and updates are streamed."""
     by_layer: list[list[MappingRule]] = [[] for _ in range(num_layers)]
-    for row in rows:
-        for layer in row.layers:
-            by_layer[layer].append(row)
-    outside = {region: [row for row in rows if row.region is region] for region in (Region.FIRST, Region.LAST)}
-    first = [parameter for row in outside[Region.FIRST] for parameter in row.parameters(None)]
-    middle = [parameter for layer, found in enumerate(by_layer) for row in found for parameter in row.parameters(layer)]
-    last = [parameter for row in outside[Region.LAST] for parameter in row.parameters(None)]
+    for rule in rules:
+        for layer in rule.layers:
+            by_layer[layer].append(rule)
+    outside = {region: [rule for rule in rules if rule.region is region] for region in (Region.FIRST, Region.LAST)}
+    first = [parameter for rule in outside[Region.FIRST] for parameter in rule.parameters(None)]
+    middle = [parameter for layer, found in enumerate(by_layer) for rule in found for parameter in rule.parameters(layer)]
+    last = [parameter for rule in outside[Region.LAST] for parameter in rule.parameters(None)]
     return first + middle + last
 
 
 def vocabulary_rules(model: ModelArchitecture, padded_vocab_size: int) -> list[MappingRule]:
     """Embedding, final norm, and an output layer unless it is the embedding."""
-    kind = VocabularyRows(model.vocab_size, padded_vocab_size, model.hidden_size)
-    norm = Single((model.hidden_size,))
-    rows = [
-        MappingRule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), kind, Role.EMBEDDING, Region.FIRST),
+    mapping = VocabularyMapping(model.vocab_size, padded_vocab_size, model.hidden_size)
+    norm = DirectMapping((model.hidden_size,))
+    rules = [
+        MappingRule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), mapping, Role.EMBEDDING, Region.FIRST),
         MappingRule("decoder.final_layernorm.weight", ("model.norm.weight",), norm, Role.NORM, Region.LAST),
     ]
     if not model.tie_word_embeddings:
-        rows.append(MappingRule("output_layer.weight", ("lm_head.weight",), kind, Role.OUTPUT, Region.LAST))
-    return rows
+        rules.append(MappingRule("output_layer.weight", ("lm_head.weight",), mapping, Role.OUTPUT, Region.LAST))
+    return rules

@@ -52,14 +52,14 @@ class ParameterTable:
         hf_config: Mapping[str, Any],
         *,
         padded_vocab_size: int | None = None,
-        spelling: NamingScheme = LOCAL,
+        naming: NamingScheme = LOCAL,
         with_mtp: bool = False,
     ) -> None:
         family = family_of(hf_config)
         self.architecture: ModelArchitecture = family.architecture(hf_config)
         self.with_mtp = with_mtp and self.architecture.num_mtp_layers > 0
-        mtp = family.mtp_parameters(self.architecture, spelling) if self.architecture.num_mtp_layers else []
-        own = family.parameters(self.architecture, padded_vocab_size, spelling)
+        mtp = family.mtp_parameters(self.architecture, naming) if self.architecture.num_mtp_layers else []
+        own = family.parameters(self.architecture, padded_vocab_size, naming)
         self.parameters: tuple[Parameter, ...] = (*own, *(mtp if self.with_mtp else []))
         self._mtp_names = {tensor.name for parameter in mtp for tensor in parameter.hf}
         self._by_name: dict[str, Parameter] = {parameter.name: parameter for parameter in self.parameters}

@@ -136,7 +136,7 @@ def test_momentum_is_the_only_state_and_falls_with_the_replicas(four: RankPool) 
     """Each of the four replicas holds a quarter of the momentum, and there is no second moment of a matrix."""
     parameters = ParameterTable(CONFIGS["qwen3_moe"]).parameters
     names = {parameter.name for parameter in parameters if parameter.role.has_matrices}
-    elements = sum(p.kind.shape[0] * p.kind.shape[1] for p in parameters if p.role.has_matrices)
+    elements = sum(p.mapping.shape[0] * p.mapping.shape[1] for p in parameters if p.role.has_matrices)
     for state in four.run(state_after_steps, Setting(layout=Layout(4))):
         own = {key: tensor.numel() for key, tensor in state.items() if key.split(" ")[0] in names}
         assert not any(key.endswith("exp_avg_sq") for key in own)

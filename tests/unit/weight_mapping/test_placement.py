@@ -63,7 +63,7 @@ def test_interleaved_stages_number_within_their_chunk() -> None:
 
 
 def test_grouped_experts_are_numbered_locally() -> None:
-    held = place("qwen3_moe", Layout(world_size=2, ep=2), spelling=TRANSFORMER_ENGINE).held_by(1)
+    held = place("qwen3_moe", Layout(world_size=2, ep=2), naming=TRANSFORMER_ENGINE).held_by(1)
     assert held[0, "decoder.layers.1.mlp.experts.linear_fc1.weight3"].parameter.expert == 7
 
 

@@ -87,7 +87,7 @@ def test_what_shares_a_global_scale() -> None:
 
 
 def test_names_of_transformer_engine() -> None:
-    local, engine = (ParameterTable(MODELS["qwen3_moe"], **names) for names in ({}, {"spelling": TRANSFORMER_ENGINE}))
+    local, engine = (ParameterTable(MODELS["qwen3_moe"], **names) for names in ({}, {"naming": TRANSFORMER_ENGINE}))
     assert engine.hf_tensors == local.hf_tensors
     by_hf = {tensor.name: parameter.name for parameter in engine.parameters for tensor in parameter.hf}
     assert by_hf["model.layers.0.input_layernorm.weight"] == "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
