@@ -31,7 +31,7 @@ from megatron_rl.engine import build_engine, head, start_process
 from megatron_rl.engine.timers import Clock, EndsBackward, StartsBackward
 from megatron_rl.keep_set import KeepSetOutput, KeepSets, keep_set_log_probs
 from megatron_rl.objective import Denominators, PolicyLoss
-from megatron_rl.records import ModelContract, Rollout, Sampling
+from megatron_rl.records import ModelContract, RaggedIds, Rollout, Sampling
 from megatron_rl.weight_mapping import ParameterTable
 
 DEMO = Path(__file__).parents[1] / "model_configs" / "tiny-moe-cpu.toml"
@@ -87,7 +87,7 @@ def random_rollout(contract: ModelContract, random: np.random.Generator, sizes: 
     return Rollout(
         uid="random", prompt_ids=random.integers(0, contract.vocab_size, PROMPT).astype(np.int32),
         completion_ids=np.array([kept[0] for kept in sets], dtype=np.int32), logprobs=-random.random(COMPLETION).astype(np.float32),
-        keep_ids=np.concatenate(sets).astype(np.int32), keep_offsets=np.cumsum([0, *sizes]).astype(np.int64),
+        keep_sets=RaggedIds.of(sets),
         routed_experts=random.random(shape).argsort(axis=-1)[..., : contract.experts_per_token].astype(np.uint8),
         policy_versions=np.zeros(COMPLETION, dtype=np.int32), loss_mask=np.ones(COMPLETION, dtype=bool),
         sampling=Sampling(top_p=0.95), finish_reason="stop", reward=0.0,

@@ -9,7 +9,7 @@ import numpy as np
 from megatron_rl.batching.microbatch import Microbatch
 from megatron_rl.batching.options import AssemblyOptions
 from megatron_rl.batching.packing import Alignment
-from megatron_rl.records import Rollout
+from megatron_rl.records import RaggedIds, Rollout
 
 Columns = dict[str, np.ndarray | None]
 
@@ -38,12 +38,11 @@ def collate(members: Sequence[Member], step: int, alignment: Alignment, options:
             set_sizes[targets] = member.rollout.set_sizes
     for start, end, place in _padding(ends, lengths, num_positions):
         columns["positions"][start:end] = np.arange(place, place + end - start)
-    kept = [m.rollout.keep_ids for m in members] if options.keep_set_replay else []
+    kept = [m.rollout.keep_sets.ids for m in members] if options.keep_set_replay else []
     return Microbatch(
         **columns,
         segment_ends=np.unique(np.append(ends, num_positions)).astype(np.int32),
-        keep_ids=np.concatenate([np.zeros(0, dtype=np.int32), *kept]),
-        keep_offsets=np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(set_sizes)]),
+        keep_sets=RaggedIds.from_sizes(np.concatenate([np.zeros(0, dtype=np.int32), *kept]), set_sizes),
         full_rows=columns["loss_mask"] & (set_sizes == 0),
         num_padding=num_positions - sum(lengths),
     )

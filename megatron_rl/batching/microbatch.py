@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_rl.records import RaggedIds
+
 
 @dataclass(frozen=True)
 class Microbatch:
@@ -21,8 +23,7 @@ class Microbatch:
     segment_ends: np.ndarray  # i32 [S + 1], from 0 to N: Megatron's cu_seqlens, padding included as its own segment
     targets: np.ndarray  # i64 [N]; 0 where there is no loss
     loss_mask: np.ndarray  # bool [N]
-    keep_ids: np.ndarray  # i32 [nnz], CSR over positions
-    keep_offsets: np.ndarray  # i64 [N + 1]
+    keep_sets: RaggedIds  # of N rows
     full_rows: np.ndarray  # bool [N]: loss tokens without a set, normalised over the whole vocabulary
     singleton: np.ndarray  # bool [N]: loss tokens whose recorded set has one element, also when the sets are not replayed
     temperature: np.ndarray  # f32 [N]; 1 where there is no loss

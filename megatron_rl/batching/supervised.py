@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.records import Rollout, Sampling
+from megatron_rl.records import RaggedIds, Rollout, Sampling
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,7 @@ def as_rollout(example: SupervisedExample, step: int, index: int) -> Rollout:
         prompt_ids=np.array(example.prompt_ids, dtype=np.int32),
         completion_ids=completion,
         logprobs=np.zeros(length, dtype=np.float32),
-        keep_ids=np.zeros(0, dtype=np.int32),
-        keep_offsets=np.zeros(length + 1, dtype=np.int64),
+        keep_sets=RaggedIds.empty(length),
         routed_experts=np.zeros((example.num_tokens - 1, 0, 0), dtype=np.uint8),
         policy_versions=np.full(length, step, dtype=np.int32),
         loss_mask=np.ones(length, dtype=bool),

@@ -58,22 +58,8 @@ def _packing(microbatch: Microbatch, device: torch.device, *, is_cut: bool) -> P
 
 
 def _keep_sets(microbatch: Microbatch, own: np.ndarray) -> KeepSets:
-    host = torch.device("cpu")
-    keep_ids, keep_offsets = microbatch.keep_ids, microbatch.keep_offsets
-    if len(own) < microbatch.num_positions:
-        keep_ids, keep_offsets = _rows(keep_ids, keep_offsets, own)
-    return KeepSets.from_masks(
-        _tensor(microbatch.targets[own], torch.int64, host), _tensor(microbatch.loss_mask[own], torch.bool, host),
-        _tensor(microbatch.full_rows[own], torch.bool, host), _tensor(keep_ids, torch.int32, host),
-        _tensor(keep_offsets, torch.int64, host),
-    )  # fmt: skip
-
-
-def _rows(values: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Some rows of a CSR array, as one."""
-    sizes = np.diff(offsets)[rows]
-    ends = np.concatenate([[0], np.cumsum(sizes)])
-    return values[np.repeat(offsets[rows] - ends[:-1], sizes) + np.arange(ends[-1])], ends
+    sets = microbatch.keep_sets.select(own) if len(own) < microbatch.num_positions else microbatch.keep_sets
+    return KeepSets.from_ragged(microbatch.targets[own], microbatch.loss_mask[own], microbatch.full_rows[own], sets)
 
 
 def _scores(name: str, values: np.ndarray | None, microbatch: Microbatch, device: torch.device) -> Tensor | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_rl.batching import Microbatch
 from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.keep_set import KeepSets
+from megatron_rl.records import RaggedIds
 from megatron_rl.weight_mapping import ModelArchitecture
 
 _TRANSFORMER_LAYER = "transformer_layer"
@@ -89,9 +90,4 @@ def targets_ahead(microbatch: Microbatch, depth: int, own: np.ndarray) -> tuple[
     for start, end in zip(microbatch.segment_ends, microbatch.segment_ends[1:], strict=False):
         targets[start : max(start, end - depth)] = microbatch.targets[start + depth : end]
         scored[start : max(start, end - depth)] = microbatch.loss_mask[start + depth : end]
-    kinds = torch.from_numpy(scored[own])
-    sets = KeepSets.from_masks(
-        torch.from_numpy(targets[own].astype(np.int64)), kinds, kinds, torch.zeros(0, dtype=torch.int32),
-        torch.zeros(len(own) + 1, dtype=torch.int64),
-    )  # fmt: skip
-    return sets, scored
+    return KeepSets.from_ragged(targets[own], scored[own], scored[own], RaggedIds.empty(len(own))), scored

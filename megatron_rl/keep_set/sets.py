@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.records import ContractError
+from megatron_rl.records import ContractError, RaggedIds
 
 
 class TokenKind(IntEnum):
@@ -51,10 +52,19 @@ class KeepSets:
                 raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} ({length},)")
 
     @classmethod
-    def from_masks(cls, target_ids: Tensor, scored: Tensor, full: Tensor, keep_ids: Tensor, keep_offsets: Tensor) -> "KeepSets":
-        """scored bool [T]: positions that need a value; full bool [T]: those of them that no truncation touched."""
-        kinds = torch.where(full, TokenKind.FULL, TokenKind.KEEP_SET) * scored
-        return cls(target_ids, kinds.to(torch.uint8), keep_ids, keep_offsets)
+    def from_ragged(cls, target_ids: np.ndarray, scored: np.ndarray, full: np.ndarray, sets: RaggedIds) -> "KeepSets":
+        """The tensors of a microbatch's arrays, on the CPU; the one place where recorded sets become tensors.
+
+        Args:
+            target_ids: i64 [T].
+            scored: bool [T], positions that need a value.
+            full: bool [T], those of them that no truncation touched.
+            sets: Of T rows; empty where a position is not scored, or over the full vocabulary.
+        """
+        kinds = np.where(full, TokenKind.FULL, TokenKind.KEEP_SET) * scored
+        arrays = (target_ids, kinds.astype(np.uint8), sets.ids, sets.offsets)
+        dtypes = (torch.int64, torch.uint8, torch.int32, torch.int64)
+        return cls(*(torch.from_numpy(np.ascontiguousarray(a)).to(dtype) for a, dtype in zip(arrays, dtypes, strict=True)))
 
     @property
     def num_tokens(self) -> int:

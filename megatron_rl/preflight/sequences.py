@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rl.batching import Spool
 from megatron_rl.preflight.oracle import Choices, Oracle
-from megatron_rl.records import PlanEntry, Rollout, Sampling, StepPlan, write_payload
+from megatron_rl.records import PlanEntry, RaggedIds, Rollout, Sampling, StepPlan, write_payload
 
 NUM_SEQUENCES = 8
 _UNTRUNCATED, _WITH_TOOL_TOKENS, _WITHOUT_LOSS = 3, 5, 6
@@ -113,7 +113,7 @@ def keep_set(z: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 def _token(logits: Tensor, rollout: Rollout, c: int) -> tuple[Tensor, Tensor]:
     """log p of completion token c and the entropy of what it was drawn from. logits: [V], f64."""
-    kept = rollout.keep_ids[rollout.keep_offsets[c] : rollout.keep_offsets[c + 1]]
+    kept = rollout.keep_sets[c]
     ids = torch.from_numpy(kept.astype(np.int64)) if len(kept) else torch.arange(len(logits))
     log_p = (logits[ids] / rollout.sampling.temperature).log_softmax(0)
     return log_p[ids == int(rollout.completion_ids[c])].sum(), -(log_p.exp() * log_p).sum()
@@ -146,8 +146,7 @@ def _rollout(
     """Log-probs are still 0."""
     return Rollout(
         uid=uid, prompt_ids=tokens[:num_prompt].astype(np.int32), completion_ids=tokens[num_prompt:].astype(np.int32),
-        logprobs=np.zeros(len(mask), dtype=np.float32), keep_ids=np.concatenate(sets).astype(np.int32),
-        keep_offsets=np.cumsum([0, *map(len, sets)]).astype(np.int64), routed_experts=experts,
+        logprobs=np.zeros(len(mask), dtype=np.float32), keep_sets=RaggedIds.of(sets), routed_experts=experts,
         policy_versions=np.zeros(len(mask), dtype=np.int32), loss_mask=mask, sampling=sampling,
         finish_reason="length", reward=0.0,
     )  # fmt: skip

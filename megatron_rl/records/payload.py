@@ -12,22 +12,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from megatron_rl.config.sampling import Sampling
+from megatron_rl.records.ragged import RaggedIds
 from megatron_rl.records.rollout import Rollout
 
-_ARRAYS = (
-    "prompt_ids",
-    "completion_ids",
-    "logprobs",
-    "keep_ids",
-    "keep_offsets",
-    "routed_experts",
-    "policy_versions",
-    "loss_mask",
-)
 _DTYPES = {
-    "prompt_ids": np.int32, "completion_ids": np.int32, "logprobs": np.float32, "keep_ids": np.int32, "keep_offsets": np.int64, "policy_versions": np.int32,
+    "prompt_ids": np.int32,
+    "completion_ids": np.int32,
+    "logprobs": np.float32,
+    "policy_versions": np.int32,
     "loss_mask": np.bool_,
-}  # fmt: skip
+}
+"""Fields of a Rollout that a file holds under their own names, beside routed_experts (of its own dtype) and the keep-sets, which a file
+holds as keep_ids and keep_offsets."""
 
 
 class PayloadError(OSError):
@@ -38,9 +34,11 @@ def write_payload(path: Path, rollouts: Sequence[Rollout]) -> int:
     """Write aside, sync, rename: a file under its final name is whole. Returns its bytes."""
     tensors, scalars = {}, []
     for i, r in enumerate(rollouts):
-        for name in _ARRAYS:
-            array = getattr(r, name)
-            tensors[f"{i}.{name}"] = np.ascontiguousarray(array, dtype=_DTYPES.get(name, array.dtype))
+        arrays = {name: np.ascontiguousarray(getattr(r, name), dtype=dtype) for name, dtype in _DTYPES.items()}
+        arrays["keep_ids"] = np.ascontiguousarray(r.keep_sets.ids, dtype=np.int32)
+        arrays["keep_offsets"] = np.ascontiguousarray(r.keep_sets.offsets, dtype=np.int64)
+        arrays["routed_experts"] = np.ascontiguousarray(r.routed_experts)
+        tensors |= {f"{i}.{name}": array for name, array in arrays.items()}
         scalars.append(
             {"uid": r.uid, "sampling": asdict(r.sampling), "finish_reason": r.finish_reason, "reward": float(r.reward)}
         )
@@ -80,8 +78,9 @@ class Payload:
         scalars = dict(self._scalars[index])
         scalars["sampling"] = Sampling(**scalars["sampling"])
         try:
-            arrays = {name: self._file.get_tensor(f"{index}.{name}") for name in _ARRAYS if name != "routed_experts"}
-            return Rollout(**scalars, **arrays, routed_experts=self._routes(index, moe_layers))
+            arrays = {name: self._file.get_tensor(f"{index}.{name}") for name in _DTYPES}
+            keep_sets = RaggedIds(self._file.get_tensor(f"{index}.keep_ids"), self._file.get_tensor(f"{index}.keep_offsets"))
+            return Rollout(**scalars, **arrays, keep_sets=keep_sets, routed_experts=self._routes(index, moe_layers))
         except SafetensorError as error:
             raise PayloadError(
                 f"{self.path}: record {index} lacks an array or a MoE layer that was asked for ({error})"

@@ -6,6 +6,7 @@ import numpy as np
 
 from megatron_rl.config.sampling import Sampling
 from megatron_rl.records.errors import ContractError
+from megatron_rl.records.ragged import RaggedIds
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,7 @@ class Rollout:
     prompt_ids: np.ndarray  # i32 [P]
     completion_ids: np.ndarray  # i32 [C]
     logprobs: np.ndarray  # f32 [C], of the truncated and tempered distribution, as the engine reports them
-    keep_ids: np.ndarray  # i32 [nnz], the ids that survived truncation, CSR over the C tokens
-    keep_offsets: np.ndarray  # i64 [C + 1]
+    keep_sets: RaggedIds  # of C rows: the ids that survived truncation for each completion token
     routed_experts: np.ndarray  # u8 | u16 [P + C - 1, L, K]; row i routes token i; the last token's route is never used
     policy_versions: np.ndarray  # i32 [C]
     loss_mask: np.ndarray  # bool [C]
@@ -36,7 +36,7 @@ class Rollout:
     @property
     def set_sizes(self) -> np.ndarray:
         """i64 [C]; 0 where there is no set."""
-        return np.diff(self.keep_offsets)
+        return self.keep_sets.sizes
 
     @property
     def singletons(self) -> np.ndarray:
@@ -100,16 +100,14 @@ def _check_tokens(r: Rollout, contract: ModelContract) -> None:
 
 def check_keep_sets(r: Rollout, vocab_size: int) -> None:
     """The contract of the keep-sets alone: shape, range, no repetition, the sampled token inside, no torn pairs."""
-    sizes = r.set_sizes
+    ids, offsets, sizes = r.keep_sets.ids, r.keep_sets.offsets, r.set_sizes
     num_completion = len(r.completion_ids)
-    offsets_fit = (
-        r.keep_offsets.shape == (num_completion + 1,) and r.keep_offsets[0] == 0 and r.keep_offsets[-1] == len(r.keep_ids)
-    )
+    offsets_fit = offsets.shape == (num_completion + 1,) and offsets[0] == 0 and offsets[-1] == len(ids)
     if not offsets_fit or (sizes < 0).any():
         _refuse(
             r,
             None,
-            f"keep_offsets of shape {r.keep_offsets.shape} for {len(r.keep_ids)} ids",
+            f"keep_offsets of shape {offsets.shape} for {len(ids)} ids",
             "offsets rise from 0 to the number of ids, one step a completion token",
         )
     wanted = r.loss_mask & r.sampling.truncates
@@ -123,26 +121,26 @@ def check_keep_sets(r: Rollout, vocab_size: int) -> None:
         )
         _refuse(r, t, found, "a token has a keep-set exactly when the policy sampled it from a truncated distribution")
     owner = np.repeat(np.arange(num_completion), sizes)
-    bad = (r.keep_ids < 0) | (r.keep_ids >= vocab_size)
+    bad = (ids < 0) | (ids >= vocab_size)
     if bad.any():
         i = _first(bad)
         _refuse(
             r,
             int(owner[i]),
-            f"keep id {r.keep_ids[i]}",
+            f"keep id {ids[i]}",
             f"kept ids lie in 0..{vocab_size - 1}, the vocabulary without its padding",
         )
-    key = np.sort(owner.astype(np.int64) * vocab_size + r.keep_ids)
+    key = np.sort(owner.astype(np.int64) * vocab_size + ids)
     repeated = key[1:] == key[:-1]
     if repeated.any():
         i = _first(repeated)
         _refuse(r, int(key[i] // vocab_size), f"keep id {key[i] % vocab_size} twice", "an id stands in a keep-set once")
     holds = np.zeros(num_completion, dtype=bool)
-    holds[owner[r.keep_ids == r.completion_ids[owner]]] = True
+    holds[owner[ids == r.completion_ids[owner]]] = True
     bad = wanted & ~holds
     if bad.any():
         t = _first(bad)
-        kept = r.keep_ids[r.keep_offsets[t] : r.keep_offsets[t + 1]]
+        kept = r.keep_sets[t]
         _refuse(
             r, t, f"token {r.completion_ids[t]} sampled from the set {kept[:8].tolist()}", "the sampled token is in its keep-set"
         )
@@ -172,12 +170,12 @@ def _check_routes(r: Rollout, contract: ModelContract) -> None:
         )
 
 
-def check_keep_mass(uid: str, keep_offsets: np.ndarray, keep_logprobs: np.ndarray, tolerance: float) -> None:
+def check_keep_mass(uid: str, keep_sets: RaggedIds, keep_logprobs: np.ndarray, tolerance: float) -> None:
     """Where the engine gave log-probs for the kept ids they sum to 1: a smaller mass means that the set was cut (ties beyond the limit).
 
-    keep_logprobs: f32 [nnz], CSR by keep_offsets [C + 1]; tokens without a set are passed over.
+    keep_logprobs: f32 [nnz], of the ids of keep_sets; tokens without a set are passed over.
     """
-    sizes = np.diff(keep_offsets)
+    sizes = keep_sets.sizes
     mass = np.zeros(len(sizes), dtype=np.float64)
     np.add.at(mass, np.repeat(np.arange(len(sizes)), sizes), np.exp(keep_logprobs.astype(np.float64)))
     bad = (sizes > 0) & ~(np.abs(mass - 1.0) <= tolerance)  # a NaN is bad too

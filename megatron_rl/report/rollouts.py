@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -65,15 +64,15 @@ def shown_rollouts(folder: RunFolder, steps: Sequence[int], remark: Callable[[st
 def _shown(rollout: Rollout, step: int, advantage: float, scores: np.ndarray, tokenizer: Tokenizer | None) -> ShownRollout:
     first = len(rollout.prompt_ids) - 1  # the position that predicts the first completion token
     tokens = []
-    for place, (begin, end) in enumerate(pairwise(rollout.keep_offsets)):
+    for place, kept in enumerate(rollout.keep_sets):
         trained = bool(rollout.loss_mask[place])
         tokens.append(
             ShownToken(
                 text=text_of(tokenizer, rollout.completion_ids[place : place + 1]),
                 rollout_logprob=float(rollout.logprobs[place]) if trained else None,
                 trainer_logprob=float(scores[place]) if trained and place < len(scores) else None,
-                set_size=int(end - begin),
-                keep_set=tuple(text_of(tokenizer, [token]) for token in rollout.keep_ids[begin:end][:SHOWN_IDS]),
+                set_size=len(kept),
+                keep_set=tuple(text_of(tokenizer, [token]) for token in kept[:SHOWN_IDS]),
                 version=int(rollout.policy_versions[place]),
                 routes=tuple(tuple(layer) for layer in rollout.routed_experts[first + place].tolist()),
             )

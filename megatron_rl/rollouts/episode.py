@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_rl.inference.errors import PromptError
 from megatron_rl.inference.vllm.completion import Completion
-from megatron_rl.records import Rollout, Sampling
+from megatron_rl.records import RaggedIds, Rollout, Sampling
 
 Reply = Callable[[list[dict[str, str]]], Awaitable[str | None]]
 """What the environment says after the turns so far ({role, content}, the prompt first); None ends the episode."""
@@ -53,8 +53,7 @@ class _Sequence:
     prompt_ids: np.ndarray
     completion_ids: list[np.ndarray] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
-    keep_ids: list[np.ndarray] = field(default_factory=list)
-    set_sizes: list[np.ndarray] = field(default_factory=list)
+    keep_sets: list[RaggedIds] = field(default_factory=list)
     versions: list[np.ndarray] = field(default_factory=list)
     loss_mask: list[np.ndarray] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)
@@ -70,31 +69,28 @@ class _Sequence:
     def add_turn(self, turn: Completion) -> None:
         num_rows = sum(map(len, self.routes))
         self.routes.append(turn.routed_experts[num_rows:])
-        self._add(turn.token_ids, turn.logprobs, np.diff(turn.keep_offsets), turn.policy_versions, is_loss=True)
-        self.keep_ids.append(turn.keep_ids)
+        self._add(turn.token_ids, turn.logprobs, turn.keep_sets, turn.policy_versions, is_loss=True)
 
     def add_reply(self, ids: Sequence[int], version: int) -> None:
         """version: that of the turn that reads it."""
         count = len(ids)
-        zeros = np.zeros(count)
-        self._add(np.array(ids, dtype=np.int32), zeros, zeros, np.full(count, version), is_loss=False)
+        no_sets = RaggedIds.empty(count)
+        self._add(np.array(ids, dtype=np.int32), np.zeros(count), no_sets, np.full(count, version), is_loss=False)
 
-    def _add(self, ids: np.ndarray, logprobs: np.ndarray, set_sizes: np.ndarray, versions: np.ndarray, *, is_loss: bool) -> None:
+    def _add(self, ids: np.ndarray, logprobs: np.ndarray, keep_sets: RaggedIds, versions: np.ndarray, *, is_loss: bool) -> None:
         self.completion_ids.append(ids)
         self.logprobs.append(logprobs)
-        self.set_sizes.append(set_sizes)
+        self.keep_sets.append(keep_sets)
         self.versions.append(versions)
         self.loss_mask.append(np.full(len(ids), is_loss))
 
     def as_rollout(self, uid: str, sampling: Sampling, finish_reason: str) -> Rollout:
-        offsets = np.concatenate([[0], np.cumsum(np.concatenate(self.set_sizes))])
         return Rollout(
             uid=uid,
             prompt_ids=self.prompt_ids,
             completion_ids=np.concatenate(self.completion_ids),
             logprobs=np.concatenate(self.logprobs).astype(np.float32),
-            keep_ids=np.concatenate(self.keep_ids),
-            keep_offsets=offsets.astype(np.int64),
+            keep_sets=RaggedIds.concatenate(self.keep_sets),
             routed_experts=np.concatenate(self.routes),
             policy_versions=np.concatenate(self.versions).astype(np.int32),
             loss_mask=np.concatenate(self.loss_mask),

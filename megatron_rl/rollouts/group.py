@@ -118,7 +118,7 @@ def summary_of(rollout: Rollout, file: str, index: int, contract: ModelContract)
         num_completion_tokens=len(rollout.completion_ids),
         num_loss_tokens=int(rollout.loss_mask.sum()),
         num_singletons=int(rollout.singletons.sum()),
-        num_keep_ids=len(rollout.keep_ids),
+        num_keep_ids=len(rollout.keep_sets.ids),
         num_with_keep_set=int(((rollout.set_sizes > 0) & rollout.loss_mask).sum()),
         num_with_routes=len(rollout.routed_experts) if contract.num_moe_layers else 0,
         reward=rollout.reward,

@@ -12,7 +12,7 @@ QUANTILES = {"keep_set_size_p50": 0.5, "keep_set_size_p99": 0.99, "keep_set_size
 
 def set_size_counts(microbatches: Iterable[Microbatch]) -> np.ndarray:
     """i64 [largest + 1]: how many loss tokens have a replayed set of each size; tokens without one are not counted."""
-    sizes = [np.diff(m.keep_offsets) for m in microbatches]
+    sizes = [m.keep_sets.sizes for m in microbatches]
     counts = np.bincount(np.concatenate([np.zeros(0, dtype=np.int64), *sizes]), minlength=1)
     counts[0] = 0
     return counts

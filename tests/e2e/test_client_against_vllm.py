@@ -124,7 +124,7 @@ def check_against_reference(reference, rollout: Rollout) -> float:
     assert (np.sort(rollout.routed_experts, axis=-1) == np.sort(experts, axis=-1)).all()
     worst = 0.0
     for t in np.flatnonzero(rollout.loss_mask):
-        kept = rollout.keep_ids[rollout.keep_offsets[t] : rollout.keep_offsets[t + 1]]
+        kept = rollout.keep_sets[t]
         z = logits[t] / rollout.sampling.temperature
         if len(kept):
             outside = np.setdiff1d(np.arange(CONFIG["vocab_size"]), kept)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_rl.inference.vllm.npy import read_npy
-from megatron_rl.records import ContractError, Sampling, check_keep_mass
+from megatron_rl.records import ContractError, RaggedIds, Sampling, check_keep_mass
 
 KeepSetSource = Literal["native", "processed_logprobs"]
 
@@ -27,8 +27,7 @@ class Completion:
 
     token_ids: np.ndarray  # i32 [C]
     logprobs: np.ndarray  # f32 [C]
-    keep_ids: np.ndarray  # i32 [nnz]
-    keep_offsets: np.ndarray  # i64 [C + 1]
+    keep_sets: RaggedIds  # of C rows
     routed_experts: np.ndarray  # u8 | u16 [P + C - 1, L, K]
     policy_versions: np.ndarray  # i32 [C]
     finish_reason: str  # 'stop' | 'length'
@@ -54,12 +53,10 @@ def decode_completion(
     if len(content) != len(token_ids) or (_ids(content) != token_ids).any():
         rule = "there is a log-prob for each sampled token, in order"
         raise ContractError(rollout=uid, token=None, value=f"log-probs of {len(content)} tokens for {len(token_ids)}", rule=rule)
-    keep_ids, keep_offsets = _keep_sets(uid, choice, sampling, source)
     return Completion(
         token_ids=token_ids,
         logprobs=np.array([entry["logprob"] for entry in content], dtype=np.float32),
-        keep_ids=keep_ids,
-        keep_offsets=keep_offsets,
+        keep_sets=_keep_sets(uid, choice, sampling, source),
         routed_experts=_routes(uid, choice.get("routed_experts"), moe_layers),
         policy_versions=_versions(uid, spans, len(token_ids)),
         finish_reason=choice["finish_reason"],
@@ -70,24 +67,26 @@ def _ids(entries: Sequence[dict[str, Any]]) -> np.ndarray:
     return np.array([int(entry["token"][_ID_PREFIX:]) for entry in entries], dtype=np.int32)
 
 
-def _keep_sets(uid: str, choice: dict[str, Any], sampling: Sampling, source: KeepSetSource) -> tuple[np.ndarray, np.ndarray]:
-    """CSR ids [nnz] and offsets [C + 1]; empty sets for a distribution that is not truncated."""
+def _keep_sets(uid: str, choice: dict[str, Any], sampling: Sampling, source: KeepSetSource) -> RaggedIds:
+    """Of C rows; empty ones for a distribution that is not truncated."""
     if not sampling.truncates:
-        return np.zeros(0, dtype=np.int32), np.zeros(len(choice["token_ids"]) + 1, dtype=np.int64)
+        return RaggedIds.empty(len(choice["token_ids"]))
     if source == "native":
         masks = choice.get("sampling_mask")
         if masks is None:
             rule = "the engine was started to return its sampling mask (--return-sampling-mask)"
             raise ContractError(rollout=uid, token=None, value="no sampling mask", rule=rule)
-        return np.array(list(chain.from_iterable(masks)), dtype=np.int32), _offsets(masks)
+        return _ragged(list(chain.from_iterable(masks)), masks)
     kept = [[e for e in token["top_logprobs"] if e["logprob"] > _EXCLUDED] for token in choice["logprobs"]["content"]]
-    entries, offsets = list(chain.from_iterable(kept)), _offsets(kept)
-    check_keep_mass(uid, offsets, np.array([e["logprob"] for e in entries], dtype=np.float32), _MASS_TOLERANCE)
-    return _ids(entries), offsets
+    entries = list(chain.from_iterable(kept))
+    keep_sets = _ragged(_ids(entries), kept)
+    check_keep_mass(uid, keep_sets, np.array([e["logprob"] for e in entries], dtype=np.float32), _MASS_TOLERANCE)
+    return keep_sets
 
 
-def _offsets(rows: Sequence[Sequence[Any]]) -> np.ndarray:
-    return np.cumsum([0, *map(len, rows)], dtype=np.int64)
+def _ragged(ids: Sequence[int] | np.ndarray, rows: Sequence[Sequence[Any]]) -> RaggedIds:
+    """ids: of all rows, one after the other."""
+    return RaggedIds.from_sizes(np.array(ids, dtype=np.int32), np.array([len(row) for row in rows], dtype=np.int64))
 
 
 def _routes(uid: str, encoded: str | None, moe_layers: Sequence[int]) -> np.ndarray:

@@ -82,9 +82,4 @@ def _logits(oracle: Oracle, whole: Microbatch, start: int, end: int) -> Tensor:
 
 
 def _keep_sets(whole: Microbatch) -> KeepSets:
-    return KeepSets.from_masks(
-        *(
-            torch.from_numpy(array)
-            for array in (whole.targets, whole.loss_mask, whole.full_rows, whole.keep_ids, whole.keep_offsets)
-        )
-    )
+    return KeepSets.from_ragged(whole.targets, whole.loss_mask, whole.full_rows, whole.keep_sets)

@@ -13,6 +13,7 @@ from megatron_rl.engine.groups import set_determinism
 from megatron_rl.engine.optimizer import NonFiniteGradientError
 from megatron_rl.engine.schedule import ScheduleError
 from megatron_rl.objective import Denominators, SupervisedLoss
+from megatron_rl.records import RaggedIds
 from tests.distributed.engine.cases import Run, Setting, copied, laid_out
 from tests.distributed.engine.subject import microbatches_of, options_of, weights_of
 
@@ -22,7 +23,7 @@ def without_loss(microbatch: Microbatch) -> Microbatch:
     nothing = np.zeros_like(microbatch.loss_mask)
     return replace(
         microbatch, loss_mask=nothing, full_rows=nothing, singleton=nothing, targets=np.zeros_like(microbatch.targets),
-        keep_ids=microbatch.keep_ids[:0], keep_offsets=np.zeros_like(microbatch.keep_offsets),
+        keep_sets=RaggedIds.empty(microbatch.num_positions),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from megatron_rl.batching.options import AssemblyOptions
 from megatron_rl.config import Config
 from megatron_rl.conversion import random_hf_tensors
 from megatron_rl.objective import Denominators, PolicyLoss
-from megatron_rl.records import ModelContract, Rollout, Sampling
+from megatron_rl.records import ModelContract, RaggedIds, Rollout, Sampling
 from megatron_rl.topology import Layout, RankCoords
 from megatron_rl.weight_mapping import ModelArchitecture, ParameterTable
 
@@ -104,8 +104,7 @@ def _rollout(uid: str, contract: ModelContract, random: np.random.Generator, sam
     return Rollout(
         uid=uid, prompt_ids=random.integers(0, vocab, num_prompt).astype(np.int32), completion_ids=completion.astype(np.int32),
         logprobs=np.where(mask, -random.random(num_completion), 0).astype(np.float32),
-        keep_ids=np.array([token for kept in sets for token in kept], dtype=np.int32),
-        keep_offsets=np.cumsum([0, *map(len, sets)]).astype(np.int64),
+        keep_sets=RaggedIds.of(sets),
         routed_experts=random.random(shape).argsort(axis=-1)[..., : contract.experts_per_token].astype(np.uint8),
         policy_versions=np.zeros(num_completion, dtype=np.int32), loss_mask=mask, sampling=sampling, finish_reason="stop",
         reward=0.0,

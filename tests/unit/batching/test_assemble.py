@@ -17,7 +17,7 @@ from megatron_rl.batching import (
 )  # fmt: skip
 from megatron_rl.records import ContractError, PayloadError, PlanEntry, Sampling, StepPlan, write_payload
 from megatron_rl.topology import Layout
-from tests.unit.records.random_rollouts import CONTRACT, make_rollout, with_array
+from tests.unit.records.random_rollouts import CONTRACT, make_rollout, with_array, with_kept_id
 
 STEP = 6
 OPTIONS = AssemblyOptions(contract=CONTRACT, max_tokens=40, moe_layers=(0, 1, 2))
@@ -103,20 +103,20 @@ def check_slowly(m: Microbatch, rollouts, plan, options):
                 assert m.rollout_logprobs[place] == r.logprobs[c] and m.staleness[place] == STEP - r.policy_versions[c]
                 assert m.temperature[place] == np.float32(r.sampling.temperature)
                 assert m.advantages[place] == np.float32(plan.entries[number].advantage)
-                kept = r.keep_ids[r.keep_offsets[c] : r.keep_offsets[c + 1]] if options.keep_set_replay else []
+                kept = r.keep_sets[c] if options.keep_set_replay else []
                 assert m.full_rows[place] == (len(kept) == 0)
-                assert m.singleton[place] == (r.keep_offsets[c + 1] - r.keep_offsets[c] == 1)
+                assert m.singleton[place] == (len(r.keep_sets[c]) == 1)
             else:
                 kept = []
                 assert_no_loss(m, place)
-            assert m.keep_ids[m.keep_offsets[place] : m.keep_offsets[place + 1]].tolist() == list(kept)
+            assert m.keep_sets[place].tolist() == list(kept)
             if options.replays_routes:
                 assert m.route_mask[place] == (i < r.num_tokens - 1)
                 if m.route_mask[place]:
                     assert (m.routed_experts[place] == r.routed_experts[i][list(options.moe_layers)]).all()
     for place in np.flatnonzero(~covered):
         assert m.sequence[place] == -1 and m.tokens[place] == 0
-        assert m.keep_offsets[place] == m.keep_offsets[place + 1]
+        assert len(m.keep_sets[place]) == 0
         assert m.route_mask is None or not m.route_mask[place]
         assert_no_loss(m, place)
     assert m.num_padding == (~covered).sum()
@@ -174,8 +174,10 @@ def test_all_ranks_of_a_replica_see_the_same(spool, layout, sequence_parallel):
             assert len(m.route_positions) * shares == m.num_positions and m.routed_experts.base is None
             np.testing.assert_array_equal(m.routed_experts, reference.routed_experts[m.route_positions, 1:2])
             np.testing.assert_array_equal(m.route_mask, reference.route_mask[m.route_positions])
+            np.testing.assert_array_equal(m.keep_sets.ids, reference.keep_sets.ids)
+            np.testing.assert_array_equal(m.keep_sets.offsets, reference.keep_sets.offsets)
             for name in vars(m):
-                if not name.startswith("route"):
+                if not name.startswith("route") and name != "keep_sets":
                     np.testing.assert_array_equal(getattr(m, name), getattr(reference, name), err_msg=name)
 
 
@@ -189,7 +191,8 @@ def test_interleaved_stages_get_a_multiple_of_their_number(spool):
 def test_dtypes_are_those_of_the_record(spool):
     _, plan = random_step(spool)
     (m,) = microbatches_for(plan, spool, Layout(), Layout().coords_of(0), replace(OPTIONS, max_tokens=1000))
-    dtypes = {name: str(array.dtype) for name, array in vars(m).items() if isinstance(array, np.ndarray)}
+    arrays = vars(m) | {"keep_ids": m.keep_sets.ids, "keep_offsets": m.keep_sets.offsets}
+    dtypes = {name: str(array.dtype) for name, array in arrays.items() if isinstance(array, np.ndarray)}
     assert dtypes == {
         "tokens": "int64", "positions": "int64", "segment_ends": "int32", "targets": "int64", "loss_mask": "bool",
         "keep_ids": "int32", "keep_offsets": "int64", "full_rows": "bool", "singleton": "bool", "temperature": "float32",
@@ -230,7 +233,7 @@ def test_untruncated_tokens_are_full_rows_also_with_replay(spool):
     _, plan = random_step(spool, sampling=Sampling())
     for m in microbatches_for(plan, spool, Layout(), Layout().coords_of(0), OPTIONS):
         np.testing.assert_array_equal(m.full_rows, m.loss_mask)
-        assert len(m.keep_ids) == 0
+        assert len(m.keep_sets.ids) == 0
 
 
 def test_256_experts_leave_no_byte_for_no_expert():
@@ -261,7 +264,7 @@ def test_a_record_that_is_not_what_the_plan_says_is_refused(spool):
 def test_a_record_that_breaks_its_contract_is_refused(spool):
     rollout = make_rollout(np.random.default_rng(0))
     with pytest.raises(ContractError, match="keep id 50"):
-        one(spool, with_array(rollout, "keep_ids", 0, 50))
+        one(spool, with_kept_id(rollout, 0, 50))
     with pytest.raises(ContractError, match="expert 9"):
         one(spool, with_array(rollout, "routed_experts", (0, 1, 0), 9))
     # Only what this rank reads is checked: the rank that owns the layer refuses it.
@@ -289,7 +292,7 @@ def test_supervised_microbatches_have_the_loss_on_the_solutions():
     seen = 0
     for rank in (0, 2, 4):
         for m in supervised_microbatches(plan, layout, layout.coords_of(rank), replace(OPTIONS, sequence_parallel=True)):
-            assert m.routed_experts is None and len(m.keep_ids) == 0 and m.num_positions % 2 == 0
+            assert m.routed_experts is None and len(m.keep_sets.ids) == 0 and m.num_positions % 2 == 0
             np.testing.assert_array_equal(m.full_rows, m.loss_mask)
             for number in set(m.sequence.tolist()) - {-1}:
                 example = plan.examples[number]

@@ -2,11 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_rl.keep_set import KeepSets, TokenKind, entropy_full, keep_set_log_probs, shard_plan
-from megatron_rl.records import ContractError
+from megatron_rl.records import ContractError, RaggedIds
 from tests.unit.keep_set.cases import GRADIENT_TOLERANCE, VALUE_TOLERANCE, Case, make_case, reference, relative_difference
 
 FORCED_ROUTES = {
@@ -131,10 +132,8 @@ def test_large_logits_keep_the_digits_of_a_small_log_prob(route):
 
 def test_one_set_of_the_whole_vocabulary_is_the_ordinary_log_softmax(route):
     case = make_case(7, sizes=(50,))
-    full = KeepSets.from_masks(
-        case.keep_sets.target_ids, scored=case.keep_sets.kinds != TokenKind.UNSCORED, full=torch.ones(24, dtype=torch.bool),
-        keep_ids=torch.empty(0, dtype=torch.int32), keep_offsets=torch.zeros(25, dtype=torch.int64),
-    )  # fmt: skip
+    scored = (case.keep_sets.kinds != TokenKind.UNSCORED).numpy()
+    full = KeepSets.from_ragged(case.keep_sets.target_ids.numpy(), scored, np.ones(24, dtype=bool), RaggedIds.empty(24))
     as_set = run(case)
     case.keep_sets = full
     for name, tensor in run(case).items():
@@ -179,15 +178,12 @@ def test_ratio_at_equal_weights_is_one_with_the_sets_and_the_kept_mass_without()
     drawn = torch.multinomial(probabilities * is_kept, 1, generator=generator)
     targets = order.gather(1, drawn).squeeze(1)
     rollout = (probabilities.gather(1, drawn).squeeze(1) / mass).log()
-    offsets = torch.nn.functional.pad(is_kept.sum(1).cumsum(0), (1, 0))
-    ones, no_ids = (
-        torch.ones(num_tokens, dtype=torch.bool),
-        (torch.empty(0, dtype=torch.int32), torch.zeros(num_tokens + 1, dtype=torch.int64)),
-    )
-    replayed = KeepSets.from_masks(targets, ones, ~ones, order[is_kept].int(), offsets)
+    sets = RaggedIds.from_sizes(order[is_kept].int().numpy(), is_kept.sum(1).numpy())
+    ones = np.ones(num_tokens, dtype=bool)
+    replayed = KeepSets.from_ragged(targets.numpy(), ones, ~ones, sets)
     ratio = (keep_set_log_probs(hidden, weight, replayed, temperature=1.0, vocab_size=vocab_size).log_probs - rollout).exp()
     assert (ratio - 1).abs().max() < 1e-5
-    unreplayed = KeepSets.from_masks(targets, ones, ones, *no_ids)
+    unreplayed = KeepSets.from_ragged(targets.numpy(), ones, ones, RaggedIds.empty(num_tokens))
     ratio = (keep_set_log_probs(hidden, weight, unreplayed, temperature=1.0, vocab_size=vocab_size).log_probs - rollout).exp()
     torch.testing.assert_close(ratio, mass, atol=1e-5, rtol=0)
     assert 0.8 < ratio.mean() < 0.95

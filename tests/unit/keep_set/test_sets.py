@@ -1,10 +1,11 @@
 """The contract of keep-sets: every violation ends in an error that says whose, where and what."""
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_rl.keep_set import KeepSets, TokenKind, check_keep_sets, keep_set_log_probs
-from megatron_rl.records import ContractError
+from megatron_rl.records import ContractError, RaggedIds
 from tests.unit.keep_set.cases import make_case, make_sets
 
 GOOD = {"target_ids": [7, 2, 9, 4], "kinds": [1, 0, 2, 1], "keep_ids": [5, 7, 4], "keep_offsets": [0, 2, 2, 2, 3]}
@@ -70,10 +71,8 @@ def test_an_unscored_token_may_have_any_target():
 
 
 def test_masks_become_kinds():
-    scored, full = torch.tensor([True, False, True, False]), torch.tensor([False, False, True, True])
-    sets = KeepSets.from_masks(
-        torch.zeros(4, dtype=torch.int64), scored, full, torch.tensor([0]).int(), torch.tensor([0, 1, 1, 1, 1])
-    )
+    scored, full = np.array([True, False, True, False]), np.array([False, False, True, True])
+    sets = KeepSets.from_ragged(np.zeros(4, dtype=np.int64), scored, full, RaggedIds.of([[0], [], [], []]))
     assert sets.kinds.tolist() == [TokenKind.KEEP_SET, TokenKind.UNSCORED, TokenKind.FULL, TokenKind.UNSCORED]
 
 

@@ -8,6 +8,7 @@ import torch
 
 from megatron_rl.batching import Microbatch
 from megatron_rl.config.sections import Objective
+from megatron_rl.records import RaggedIds
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,7 @@ def random_microbatch(rng: np.random.Generator, lengths: list[int], *, first_num
         segment_ends=np.unique([0, *ends, num_positions]).astype(np.int32),
         targets=np.zeros(num_positions, dtype=np.int64),
         loss_mask=loss,
-        keep_ids=np.zeros(0, dtype=np.int32),
-        keep_offsets=np.zeros(num_positions + 1, dtype=np.int64),
+        keep_sets=RaggedIds.empty(num_positions),
         full_rows=loss & ~singleton & (rng.random(num_positions) < 0.2),
         singleton=singleton,
         temperature=np.ones(num_positions, dtype=np.float32),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_rl.records import ModelContract, Rollout, Sampling
+from megatron_rl.records import ModelContract, RaggedIds, Rollout, Sampling
 
 CONTRACT = ModelContract(vocab_size=50, num_moe_layers=3, num_experts=7, experts_per_token=2)
 TRUNCATED = Sampling(temperature=0.7, top_p=0.9, max_new_tokens=16)
@@ -35,8 +35,7 @@ def make_rollout(
         prompt_ids=rng.integers(0, contract.vocab_size, num_prompt).astype(np.int32),
         completion_ids=completion.astype(np.int32),
         logprobs=np.where(loss, -rng.random(num_completion), 0).astype(np.float32),
-        keep_ids=np.concatenate([np.zeros(0), *sets]).astype(np.int32),
-        keep_offsets=np.cumsum([0, *(len(kept) for kept in sets)]).astype(np.int64),
+        keep_sets=RaggedIds.of(sets),
         routed_experts=routes_of[..., : contract.experts_per_token].astype(
             np.uint8 if contract.num_experts <= 256 else np.uint16
         ),
@@ -53,3 +52,10 @@ def with_array(rollout: Rollout, name: str, place: object, value: object) -> Rol
     array = getattr(rollout, name).copy()
     array[place] = value
     return replace(rollout, **{name: array})
+
+
+def with_kept_id(rollout: Rollout, place: int, value: int) -> Rollout:
+    """The rollout with one of the ids of its keep-sets changed."""
+    ids = rollout.keep_sets.ids.copy()
+    ids[place] = value
+    return replace(rollout, keep_sets=RaggedIds(ids, rollout.keep_sets.offsets))

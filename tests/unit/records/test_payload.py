@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from megatron_rl.records import Payload, PayloadError, Sampling, check_rollout, write_atomically, write_payload
-from megatron_rl.records.payload import _ARRAYS
 from tests.unit.records.random_rollouts import CONTRACT, make_rollout
 
 
@@ -23,9 +22,12 @@ def written(path, num_rollouts=3, **options):
 
 
 def assert_same(a, b):
-    for name in _ARRAYS:
+    for name in ("prompt_ids", "completion_ids", "logprobs", "routed_experts", "policy_versions", "loss_mask"):
         assert getattr(a, name).dtype == getattr(b, name).dtype, name
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+    for name in ("ids", "offsets"):
+        assert getattr(a.keep_sets, name).dtype == getattr(b.keep_sets, name).dtype, name
+        np.testing.assert_array_equal(getattr(a.keep_sets, name), getattr(b.keep_sets, name), err_msg=name)
     for name in ("uid", "sampling", "finish_reason", "reward"):
         assert getattr(a, name) == getattr(b, name)
 

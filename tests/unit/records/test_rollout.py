@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_rl.records import ContractError, ModelContract, Sampling, check_keep_mass, check_rollout
-from tests.unit.records.random_rollouts import CONTRACT, make_rollout, with_array
+from megatron_rl.records import ContractError, ModelContract, RaggedIds, Sampling, check_keep_mass, check_rollout
+from tests.unit.records.random_rollouts import CONTRACT, make_rollout, with_array, with_kept_id
 
 
 @pytest.fixture
@@ -41,34 +41,33 @@ def test_a_set_wider_than_top_k_by_ties_is_accepted():
 
 def test_the_sampled_token_has_to_be_in_its_set(rollout):
     token = 2
-    outside = np.setdiff1d(np.arange(50), rollout.keep_ids[rollout.keep_offsets[token] : rollout.keep_offsets[token + 1]])[0]
+    outside = np.setdiff1d(np.arange(50), rollout.keep_sets[token])[0]
     error = refused(with_array(rollout, "completion_ids", token, outside))
     assert error.token == token and str(outside) in str(error.value) and "in its keep-set" in error.rule
 
 
 @pytest.mark.parametrize("bad", [-1, 50, 51, 2**31 - 1])
 def test_kept_ids_lie_in_the_vocabulary_without_its_padding(rollout, bad):
-    error = refused(with_array(rollout, "keep_ids", -1, bad))
+    error = refused(with_kept_id(rollout, -1, bad))
     assert error.token == 5 and str(bad) in str(error.value)
 
 
 def test_a_repeated_id_is_refused_by_its_token(rollout):
     token = int(np.flatnonzero(rollout.set_sizes >= 3)[0])
-    first = rollout.keep_offsets[token]
-    kept = rollout.keep_ids[first : rollout.keep_offsets[token + 1]]
+    first, kept = rollout.keep_sets.offsets[token], rollout.keep_sets[token]
     place = int(
         np.flatnonzero(kept != rollout.completion_ids[token])[0]
     )  # the sampled token stays, so that only repetition is wrong
     other = int(np.flatnonzero(np.arange(len(kept)) != place)[0])
-    error = refused(with_array(rollout, "keep_ids", first + place, kept[other]))
+    error = refused(with_kept_id(rollout, first + place, kept[other]))
     assert error.token == token and "twice" in str(error.value)
 
 
 def test_a_log_prob_without_a_set_and_a_set_without_a_log_prob_are_torn_pairs(rollout):
     """As the engine gives them when the logits were NaN: an empty set."""
     size = rollout.set_sizes[0]
-    offsets = rollout.keep_offsets - np.where(np.arange(7) > 0, size, 0)
-    error = refused(replace(rollout, keep_ids=rollout.keep_ids[size:], keep_offsets=offsets))
+    offsets = rollout.keep_sets.offsets - np.where(np.arange(7) > 0, size, 0)
+    error = refused(replace(rollout, keep_sets=RaggedIds(rollout.keep_sets.ids[size:], offsets)))
     assert error.token == 0 and "without a keep-set" in error.value
     error = refused(with_array(rollout, "loss_mask", 3, False))
     assert error.token == 3 and "where none belongs" in error.value
@@ -78,7 +77,7 @@ def test_a_log_prob_without_a_set_and_a_set_without_a_log_prob_are_torn_pairs(ro
 
 @pytest.mark.parametrize("change", ["short", "long", "start", "end", "falling"])
 def test_offsets_have_to_fit(rollout, change):
-    offsets = rollout.keep_offsets.copy()
+    offsets = rollout.keep_sets.offsets.copy()
     if change == "short":
         offsets = offsets[:-1]
     elif change == "long":
@@ -89,7 +88,7 @@ def test_offsets_have_to_fit(rollout, change):
         offsets[-1] += 1
     else:
         offsets[2] = offsets[3] + 1
-    assert "offsets" in refused(replace(rollout, keep_offsets=offsets)).rule
+    assert "offsets" in refused(replace(rollout, keep_sets=RaggedIds(rollout.keep_sets.ids, offsets))).rule
 
 
 def test_tool_tokens_carry_no_set_and_do_not_shift_the_next_turns():
@@ -180,14 +179,14 @@ def test_a_dense_model_has_no_routes_to_check(rollout):
 
 def test_the_kept_ids_carry_all_of_the_mass():
     """Ties beyond the limit: all-equal logits of 78 ids, 20 of them reported, hold .256."""
-    offsets = np.array([0, 0, 2, 22])
+    sets = RaggedIds(np.arange(22, dtype=np.int32), np.array([0, 0, 2, 22]))
     whole = np.log(np.concatenate([[0.25, 0.75], np.full(20, 1 / 20)])).astype(np.float32)
-    check_keep_mass("g1.0", offsets, whole, tolerance=1e-3)
+    check_keep_mass("g1.0", sets, whole, tolerance=1e-3)
     cut = np.log(np.concatenate([[0.25, 0.75], np.full(20, 1 / 78)])).astype(np.float32)
     with pytest.raises(ContractError, match=r"g1\.0, token 2: found a mass of 0\.256"):
-        check_keep_mass("g1.0", offsets, cut, tolerance=1e-3)
+        check_keep_mass("g1.0", sets, cut, tolerance=1e-3)
     with pytest.raises(ContractError, match="token 1"):
-        check_keep_mass("g1.0", offsets, np.where(np.arange(22) == 1, np.nan, whole), tolerance=1e-3)
+        check_keep_mass("g1.0", sets, np.where(np.arange(22) == 1, np.nan, whole), tolerance=1e-3)
 
 
 def test_the_error_survives_a_process_boundary():

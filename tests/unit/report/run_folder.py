@@ -10,7 +10,7 @@ from megatron_rl.config import RunFolder, load_config
 from megatron_rl.conversion.character_tokenizer import save_character_tokenizer
 from megatron_rl.metrics import Row
 from megatron_rl.metrics.rows import JsonLines
-from megatron_rl.records import PlanEntry, Rollout, Sampling, StepPlan, write_payload, write_scores
+from megatron_rl.records import PlanEntry, RaggedIds, Rollout, Sampling, StepPlan, write_payload, write_scores
 
 DEMO = Path(__file__).parents[3] / "model_configs" / "tiny-moe-cpu.toml"
 NAMES = (
@@ -57,7 +57,7 @@ def _rollout(uid: str, random: np.random.Generator, prompt: list[int], kept: lis
     loss_mask = np.array([True, False, True])
     return Rollout(
         uid=uid, prompt_ids=np.array(prompt, dtype=np.int32), completion_ids=np.array([six, equals, seven], dtype=np.int32),
-        logprobs=np.where(loss_mask, -random.random(3), 0).astype(np.float32), keep_ids=np.array([six, seven, eight, seven], dtype=np.int32),
-        keep_offsets=np.array([0, 3, 3, 4]), routed_experts=random.integers(0, 8, (len(prompt) + 2, 4, 2)).astype(np.uint8),
+        logprobs=np.where(loss_mask, -random.random(3), 0).astype(np.float32), 
+        keep_sets=RaggedIds.of([[six, seven, eight], [], [seven]]), routed_experts=random.integers(0, 8, (len(prompt) + 2, 4, 2)).astype(np.uint8),
         policy_versions=np.array([4, 4, 5], dtype=np.int32), loss_mask=loss_mask, sampling=Sampling(top_p=0.9), finish_reason="stop", reward=0.5,
     )  # fmt: skip

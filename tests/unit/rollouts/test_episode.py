@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.inference.errors import PromptError
 from megatron_rl.inference.vllm.completion import Completion
-from megatron_rl.records import ModelContract, Sampling, check_rollout
+from megatron_rl.records import ModelContract, RaggedIds, Sampling, check_rollout
 from megatron_rl.rollouts.episode import EpisodeRules, run_episode
 
 CONTRACT = ModelContract(vocab_size=200, num_moe_layers=2, num_experts=16, experts_per_token=3)
@@ -38,7 +38,7 @@ class Scripted:
         sets = [[int(i), *range(50, 50 + n % 3)] for n, i in enumerate(ids)]
         return Completion(
             token_ids=ids, logprobs=np.linspace(-0.1, -0.9, count).astype(np.float32) - turn,
-            keep_ids=np.array([i for s in sets for i in s], dtype=np.int32), keep_offsets=np.cumsum([0, *map(len, sets)]),
+            keep_sets=RaggedIds.of(sets),
             routed_experts=routes(len(prompt_ids) + count - 1, turn), policy_versions=np.full(count, self.versions[turn], dtype=np.int32),
             finish_reason=self.finish,
         )  # fmt: skip
@@ -87,7 +87,7 @@ def test_tool_tokens_carry_no_set_and_no_loss_and_shift_nothing():
     assert rollout.loss_mask.astype(int).tolist() == [1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1]
     assert rollout.policy_versions.tolist() == [7] * 9 + [9] * 3  # z was read by the third turn
     assert rollout.set_sizes.tolist() == [1, 2, 3, 1, 0, 0, 1, 2, 3, 0, 1, 2]
-    firsts = rollout.keep_ids[rollout.keep_offsets[:-1][rollout.loss_mask]]
+    firsts = rollout.keep_sets.ids[rollout.keep_sets.offsets[:-1][rollout.loss_mask]]
     assert firsts.tolist() == rollout.completion_ids[rollout.loss_mask].tolist()
     assert (rollout.logprobs[~rollout.loss_mask] == 0).all()
     assert rollout.logprobs[[0, 3, 6, 10]].tolist() == np.float32([-0.1, -0.9, -1.1, -2.1]).tolist()

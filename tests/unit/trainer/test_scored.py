@@ -8,7 +8,7 @@ import torch
 from megatron_rl.batching import Alignment, AssemblyOptions
 from megatron_rl.batching.collate import Member, collate
 from megatron_rl.objective import ratio_counts
-from megatron_rl.records import ModelContract, PlanEntry, Rollout, Sampling, StepPlan
+from megatron_rl.records import ModelContract, PlanEntry, RaggedIds, Rollout, Sampling, StepPlan
 from megatron_rl.trainer.scored import KeepsLogProbs, completion_scores, shown_entries
 
 
@@ -20,8 +20,8 @@ def rollout(uid: str, num_prompt: int, loss_mask: list[bool]) -> Rollout:
     num_tokens = len(loss_mask)
     return Rollout(
         uid=uid, prompt_ids=np.ones(num_prompt, dtype=np.int32), completion_ids=np.arange(num_tokens, dtype=np.int32),
-        logprobs=np.zeros(num_tokens, dtype=np.float32), keep_ids=np.zeros(0, dtype=np.int32),
-        keep_offsets=np.zeros(num_tokens + 1, dtype=np.int64), routed_experts=np.zeros((num_prompt + num_tokens - 1, 0, 0), dtype=np.uint8),
+        logprobs=np.zeros(num_tokens, dtype=np.float32), keep_sets=RaggedIds.empty(num_tokens),
+        routed_experts=np.zeros((num_prompt + num_tokens - 1, 0, 0), dtype=np.uint8),
         policy_versions=np.zeros(num_tokens, dtype=np.int32), loss_mask=np.array(loss_mask), sampling=Sampling(top_p=1.0),
         finish_reason="stop", reward=0.0,
     )  # fmt: skip

@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from megatron_rl.records import RaggedIds
 from megatron_rl.trainer.set_sizes import set_size_counts, set_size_quantiles
 
 
 def microbatch(sizes: list[int]) -> SimpleNamespace:
-    return SimpleNamespace(keep_offsets=np.cumsum([0, *sizes]))
+    return SimpleNamespace(keep_sets=RaggedIds.of([np.zeros(size, dtype=np.int32) for size in sizes]))
 
 
 def test_they_are_those_of_all_tokens_with_a_set_however_these_are_split():

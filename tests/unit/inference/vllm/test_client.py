@@ -38,9 +38,7 @@ def generate(server: FakeVllm, *, sampling=TOP_P, request_ids=("a",), timeout_s=
 
 def as_rollout(completion: Completion, sampling: Sampling, prompt=(3, 1, 4)) -> Rollout:
     count = len(completion.token_ids)
-    parts = {
-        name: getattr(completion, name) for name in ("logprobs", "keep_ids", "keep_offsets", "routed_experts", "policy_versions")
-    }
+    parts = {name: getattr(completion, name) for name in ("logprobs", "keep_sets", "routed_experts", "policy_versions")}
     return Rollout(
         uid="a", prompt_ids=np.array(prompt, dtype=np.int32), completion_ids=completion.token_ids, loss_mask=np.ones(count, dtype=bool),
         sampling=sampling, finish_reason=completion.finish_reason, reward=0.0, **parts,
@@ -54,7 +52,7 @@ def test_everything_arrives_as_it_was_sampled(source):
     truth = server.truth["a"]
     assert got.token_ids.tolist() == truth["token_ids"]
     assert got.logprobs.tolist() == np.float32(truth["logprobs"]).tolist()
-    sets = [set(got.keep_ids[a:b].tolist()) for a, b in zip(got.keep_offsets, got.keep_offsets[1:])]
+    sets = [set(kept.tolist()) for kept in got.keep_sets]
     assert sets == [set(s) for s in truth["sets"]]
     assert (got.routed_experts == truth["routes"][:, [1, 3]]).all() and got.routed_experts.dtype == np.uint8
     assert got.policy_versions.tolist() == [0, 0, 0, 1, 1, 1]
@@ -86,7 +84,7 @@ def test_untruncated_sampling_has_no_sets():
     sampling = Sampling()
     with running(FakeVllm()) as server:
         (got,) = generate(server, sampling=sampling)
-    assert len(got.keep_ids) == 0 and got.keep_offsets.tolist() == [0] * 7
+    assert len(got.keep_sets.ids) == 0 and got.keep_sets.offsets.tolist() == [0] * 7
     check_rollout(as_rollout(got, sampling), MODEL.contract)
 
 
