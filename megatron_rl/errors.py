@@ -1,10 +1,14 @@
 """The two kinds of errors of this package; every error class of its own is one of them.
 
     UserError   the user can fix it: a value, a file, a command. The command line prints the message alone.
-    RunError    a run met a fault: a process, a server, a disk, a peer. The command line prints the message and where the log is.
+    RunError    a run met a fault: a process, a server, a disk, a peer. The command line prints the message and where the logs are.
 
 A message names the value, the rule and the remedy. Any other exception is a bug: it ends with its traceback.
 """
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -13,3 +17,27 @@ class UserError(Exception):
 
 class RunError(Exception):
     """A fault of a running program or of its machines."""
+
+
+class FileAccessError(UserError, OSError):
+    """A file or folder that the user named, and that cannot be read or written."""
+
+
+@contextlib.contextmanager
+def accessing(path: Path, remedy: str = "") -> Iterator[None]:
+    """Inside, an OSError (no permission, disk full, not there) becomes a FileAccessError that names the file.
+
+    Args:
+        path: What is read or written; named where the OSError itself names no file.
+        remedy: What the user can do, appended to the message.
+
+    Raises:
+        FileAccessError: In place of any OSError that is not a UserError or a RunError already.
+    """
+    try:
+        yield
+    except (UserError, RunError):
+        raise
+    except OSError as error:
+        where = error.filename or path
+        raise FileAccessError(f"{where}: {error.strerror or error}{f'; {remedy}' if remedy else ''}") from error

@@ -64,7 +64,8 @@ def attribute_and_print(
     run: RunFolder, overrides: Sequence[str], step: int, *, retrain: int, plant: str | None, json_file: Path | None
 ) -> bool:
     """Whether nothing but rounding is left and no fault was found. The run's folder gets a new folder under attributions/, and is
-    otherwise only read. ConfigError where the step cannot be scored, with those that can; ProcessError when a rank fails."""
+    otherwise only read. ConfigError where the step cannot be scored, with those that can; ProcessError when a rank fails.
+    """
     console = wide_console()
     asked = question(run, overrides, step, retrain, plant)
     if overrides:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from megatron_rl.config import ConfigError, RunFolder, check_own_config, load_config, run_folder
-from megatron_rl.processes import PortError, ProcessError
+from megatron_rl.launch.error_report import reporting_errors
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,12 +44,12 @@ def train(
     """
     from megatron_rl.launch.local import dry_run_text, run_locally
 
-    with _user_errors():
+    with reporting_errors() as errors:
         loaded = load_config(config, context.args)
         if dry_run:
             typer.echo(dry_run_text(loaded))
             return
-        folder = run_folder(loaded)
+        errors.run = folder = run_folder(loaded)
         if resume:
             check_own_config(config, folder)
         run_locally(loaded, folder, resume)
@@ -83,7 +83,7 @@ def launch(
     """
     from megatron_rl.launch.submit import submissions, submit, warning_about
 
-    with _user_errors():
+    with reporting_errors():
         for job in submissions(config, context.args, sweep or [], profile, resume):
             if warning := warning_about(job.folder):
                 typer.secho(f"megatron-rl: {warning}", fg="yellow", err=True)
@@ -113,7 +113,7 @@ def replay(
     """
     from megatron_rl.launch.replay import replay_run
 
-    with _user_errors():
+    with reporting_errors(RunFolder(run_dir)):
         equal = replay_run(RunFolder(run_dir), context.args, from_step, steps, typer.echo)
     if not equal:
         raise typer.Exit(1)
@@ -127,7 +127,7 @@ def status(run_dir: RunDir) -> None:
     """Say where a run stands: step, servers, latest checkpoint, and whether it still runs."""
     from megatron_rl.launch.run_control import status_text
 
-    with _user_errors():
+    with reporting_errors(RunFolder(run_dir)):
         typer.echo(status_text(RunFolder(run_dir)))
 
 
@@ -136,7 +136,7 @@ def stop(run_dir: RunDir) -> None:
     """Stop a run in order: its step is finished and saved, and `train` or `launch` with `--resume` goes on from there."""
     from megatron_rl.launch.run_control import stop_run
 
-    with _user_errors():
+    with reporting_errors(RunFolder(run_dir)):
         typer.echo(stop_run(RunFolder(run_dir)))
 
 
@@ -149,7 +149,7 @@ def add_servers(
     from megatron_rl.launch.run_control import change_servers
     from megatron_rl.orchestrator import ServersRequest
 
-    with _user_errors():
+    with reporting_errors(RunFolder(run_dir)):
         typer.echo(change_servers(RunFolder(run_dir), ServersRequest("add", count=count)))
 
 
@@ -164,7 +164,7 @@ def remove_servers(
     from megatron_rl.launch.run_control import change_servers
     from megatron_rl.orchestrator import ServersRequest
 
-    with _user_errors():
+    with reporting_errors(RunFolder(run_dir)):
         typer.echo(change_servers(RunFolder(run_dir), ServersRequest("remove", which=tuple(which))))
 
 
@@ -179,7 +179,7 @@ def logs(
     """Print a log of a run: its events, or one process's output."""
     from megatron_rl.launch.run_control import show_logs
 
-    with _user_errors():
+    with reporting_errors(RunFolder(run_dir)):
         show_logs(RunFolder(run_dir), name, follow, typer.echo)
 
 
@@ -209,7 +209,7 @@ def attribute(
     """
     from megatron_rl.launch.attribute import attribute_and_print
 
-    with _user_errors():
+    with reporting_errors(RunFolder(run_dir)):
         clean = attribute_and_print(RunFolder(run_dir), context.args, step, retrain=retrain, plant=plant, json_file=json_file)
     if not clean:
         raise typer.Exit(1)
@@ -238,7 +238,7 @@ def check(
     """
     from megatron_rl.launch.check import check_and_print
 
-    with _user_errors():
+    with reporting_errors():
         passed = check_and_print(load_config(config, context.args), plant=plant, with_server=not no_server, json_file=json_file)
     if not passed:
         raise typer.Exit(1)
@@ -278,7 +278,7 @@ def plan(
     """
     from megatron_rl.launch.plan import Assumed, measure_and_print, plan_and_print, request_of, work_of
 
-    with _user_errors():
+    with reporting_errors():
         loaded = load_config(config, context.args)
         if measure:
             good = measure_and_print(loaded, machines)
@@ -301,7 +301,7 @@ def report(
     """Write one HTML file of one or several runs: plots over steps, rollouts token by token, configurations. It needs no network."""
     from megatron_rl.report import write_report
 
-    with _user_errors():
+    with reporting_errors():
         written = write_report([RunFolder(path) for path in run_dirs], out)
     for remark in written.remarks:
         typer.secho(f"megatron-rl: {remark}", fg="yellow", err=True)
@@ -317,7 +317,7 @@ def hf_to_megatron(
     """Write a Megatron dist-checkpoint of a Hugging Face model."""
     from megatron_rl.launch.convert import convert_hf_to_megatron
 
-    with _user_errors():
+    with reporting_errors():
         convert_hf_to_megatron(source, out, resume)
 
 
@@ -348,7 +348,7 @@ def megatron_to_hf(
     """
     from megatron_rl.launch.convert import convert_megatron_to_hf, quantised_as
 
-    with _user_errors():
+    with reporting_errors():
         if quantize not in (None, "nvfp4"):
             raise ConfigError(f"--quantize {quantize}: there is nvfp4")
         names = [
@@ -358,26 +358,6 @@ def megatron_to_hf(
         if quantize is None and (quantize_layout != "modelopt" or names != [None, None]):
             raise ConfigError("--quantize-layout, --quantize-modules and --quantize-exclude say how; add --quantize nvfp4")
         convert_megatron_to_hf(source, out, resume, quantised_as(source, quantize_layout, *names) if quantize else None)
-
-
-class _user_errors:
-    """A user's mistake ends with its message and status 2, a failed run with status 1; other exceptions keep their traceback."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind, error, trace) -> bool:
-        from megatron_rl.orchestrator import RunFailed
-
-        if error is None:
-            return False
-        if isinstance(error, RunFailed | ProcessError):
-            typer.secho(f"megatron-rl: the run has failed: {error}", fg="red", err=True)
-            raise typer.Exit(1) from error
-        if isinstance(error, ConfigError | PortError | ValueError | OSError):
-            typer.secho(f"megatron-rl: {error}", fg="red", err=True)
-            raise typer.Exit(2) from error
-        return False
 
 
 def main() -> None:

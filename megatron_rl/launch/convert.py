@@ -25,7 +25,8 @@ def convert_megatron_to_hf(source: Path, out: Path, resume: bool, quantise: Quan
 
 def quantised_as(source: Path, layout: str, modules: list[str] | None, exclude: list[str] | None) -> QuantisedAs:
     """In NVFP4 as the run of the checkpoint `source` trained it, by its configuration; where there is none, by the defaults of
-    [precision]. modules, exclude: given, they take the place of the configuration's."""
+    [precision]. modules, exclude: given, they take the place of the configuration's.
+    """
     run = RunFolder(source.resolve().parent.parent)
     section = run.config().precision if run.config_file.is_file() else Precision()
     chosen = Precision.model_validate(

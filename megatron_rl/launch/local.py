@@ -12,16 +12,17 @@ from pathlib import Path
 
 from megatron_rl.batching import Spool
 from megatron_rl.config import Config, ConfigError, RunFolder, changes_on_resume, check_startable, run_folder, to_toml
+from megatron_rl.launch.error_report import USER_ERROR
 from megatron_rl.launch.machines import ThisMachine
 from megatron_rl.launch.run import run
 from megatron_rl.metrics import check_sinks
 from megatron_rl.orchestrator import server_process, trainer_processes, worker_process
-from megatron_rl.processes import check_host, check_port, kill_with_parent
+from megatron_rl.processes import ProcessError, check_host, check_port, kill_with_parent
 from megatron_rl.tasks import load_task
 
 
 def run_locally(config: Config, folder: RunFolder, resume: bool) -> None:
-    """Train until the last step, Ctrl-C, or a failure. Raises RunFailed, or ValueError when the run could not be started."""
+    """Train until the last step, Ctrl-C, or a failure. Raises RunFailedError, or ValueError when the run could not be started."""
     check_before_start(config)
     check_startable(folder, resume)
     with folder.claimed():
@@ -64,8 +65,15 @@ def prepare_model(config_file: Path, folder: RunFolder | None) -> dict[str, obje
     """Check the model, and lay it ready in the run's folder if given; in a process of its own, since this one stays without torch."""
     argv = [sys.executable, "-m", "megatron_rl.launch.prepare", str(config_file), *([str(folder.path)] if folder else [])]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, preexec_fn=kill_with_parent())
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        raise ProcessError(f"the check of the model was killed by {name}; SIGKILL: this machine may have run out of memory")
+    if done.returncode == USER_ERROR:
+        raise ConfigError(done.stderr.strip())
     if done.returncode:
-        raise ConfigError(done.stderr.strip() or f"{' '.join(argv)} ended with status {done.returncode}")
+        error = RuntimeError(f"the check of the model failed: {(done.stderr.splitlines() or ['without a message'])[-1]}")
+        error.add_note(f"{' '.join(argv)} ended with status {done.returncode}:\n{done.stderr}")
+        raise error
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -12,6 +12,8 @@ from megatron_rl.config import Config, ConfigError, RunFolder, load_config
 from megatron_rl.conversion import CheckpointError, HfCheckpoint, make_random_model, open_checkpoint, table_of
 from megatron_rl.conversion.model_files import read_config, write_model_files
 from megatron_rl.conversion.outgoing import left_out
+from megatron_rl.errors import UserError
+from megatron_rl.launch.error_report import USER_ERROR
 from megatron_rl.precision import check_cuts, selection_of, stored_format
 from megatron_rl.tasks import TextEncoder
 from megatron_rl.topology import Layout
@@ -109,9 +111,9 @@ def _elements(shape: tuple[int, ...]) -> int:
 def main(arguments: list[str]) -> int:
     try:
         described = prepare(load_config(Path(arguments[0])), RunFolder(Path(arguments[1])) if len(arguments) > 1 else None)
-    except (ValueError, CheckpointError, OSError) as error:
+    except (UserError, ValueError, CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
-        return 2
+        return USER_ERROR
     print(json.dumps(described))
     return 0
 

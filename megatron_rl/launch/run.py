@@ -33,7 +33,7 @@ async def run(
     stop_signals: Iterable[int],
     changes: Iterable[str] = (),
 ) -> RunEnd:
-    """Until the last step or one of the signals. Raises RunFailed, or ProcessError when the processes could not be started.
+    """Until the last step or one of the signals. Raises RunFailedError, or ProcessError when the processes could not be started.
 
     changes: in the configuration since the run was last at work.
     """

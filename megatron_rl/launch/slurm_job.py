@@ -8,17 +8,16 @@ import json
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 from megatron_rl.batching import Spool
 from megatron_rl.config import ConfigError, RunFolder
+from megatron_rl.errors import RunError, UserError
 from megatron_rl.launch.cluster import ClusterMachines
 from megatron_rl.launch.local import prepare_model
 from megatron_rl.launch.run import run
-from megatron_rl.orchestrator import RunFailed
-from megatron_rl.processes import AddressError, ProcessError
 from megatron_rl.records import write_atomically
-from megatron_rl.wire.access import KeyMissingError
 
 FINISHED, FINAL, GO_ON = 0, 2, 75
 """Exit statuses. GO_ON (EX_TEMPFAIL of sysexits.h): the batch script requeues the job."""
@@ -28,7 +27,7 @@ STOP = signal.SIGUSR2
 
 
 def live(folder: RunFolder) -> int:
-    """One life of the job; returns its exit status. Raises RunFailed and ProcessError where the next life may fare better."""
+    """One life of the job; returns its exit status. Raises RunError where the next attempt may succeed."""
     config = folder.config()
     with folder.claimed():
         count_life(folder, config.slurm.max_lives_without_checkpoint)
@@ -57,11 +56,14 @@ def main() -> int:
     folder = RunFolder(Path(sys.argv[1]))
     try:
         return live(folder)
-    except (RunFailed, ProcessError) as error:
-        print(f"megatron-rl: the run has failed: {error}", file=sys.stderr)
-        return GO_ON
-    except (ConfigError, AddressError, KeyMissingError, ValueError, OSError) as error:
+    except UserError as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
+        return FINAL
+    except RunError as error:
+        print(f"megatron-rl: the run failed: {error}", file=sys.stderr)
+        return GO_ON
+    except Exception:
+        traceback.print_exc()  # into the job's log
         return FINAL
 
 

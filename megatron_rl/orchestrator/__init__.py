@@ -4,12 +4,12 @@ from megatron_rl.orchestrator.checkpoints import restore
 from megatron_rl.orchestrator.commands import replay_processes, server_process, trainer_processes, worker_process
 from megatron_rl.orchestrator.http import control_app, listen, serving
 from megatron_rl.orchestrator.observer import Observer
-from megatron_rl.orchestrator.orchestrator import Orchestrator, RunFailed
+from megatron_rl.orchestrator.orchestrator import Orchestrator, RunFailedError
 from megatron_rl.orchestrator.requests import ServersRequest, ask
 from megatron_rl.orchestrator.servers import ServerProcess, fleet_of, local_fleet
 from megatron_rl.orchestrator.state import RunState
 
 __all__ = [
-    "Observer", "Orchestrator", "RunFailed", "RunState", "ServerProcess", "ServersRequest", "ask", "control_app", "fleet_of", "listen",
+    "Observer", "Orchestrator", "RunFailedError", "RunState", "ServerProcess", "ServersRequest", "ask", "control_app", "fleet_of", "listen",
     "local_fleet", "replay_processes", "restore", "server_process", "serving", "trainer_processes", "worker_process",
 ]  # fmt: skip

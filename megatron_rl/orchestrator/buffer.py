@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
+from megatron_rl.errors import RunError
 from megatron_rl.records import GroupResult, RolloutSummary
 
 
-class RolloutBufferError(ValueError):
+class RolloutBufferError(RunError, ValueError):
     """A group begun, finished or taken twice, or a batch beyond the staleness bound: a fault of the caller's bookkeeping."""
 
 
@@ -129,7 +130,8 @@ class GroupBuffer:
 
     def _should_wait(self, chosen: list[GroupResult]) -> bool:
         """Whether taking `chosen` now would leave more groups with a deadline up to some d than the steps in between can take,
-        although a group still in flight could stand in the place of a younger one."""
+        although a group still in flight could stand in the place of a younger one.
+        """
         taken = {group.prompt_index for group in chosen}
         flying = [self._deadline(version) for version in self._in_flight.values()]
         left = flying + [self._deadline(oldest_version(g)) for i, g in self._finished.items() if i not in taken]

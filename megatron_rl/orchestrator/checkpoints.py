@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config, RunFolder
+from megatron_rl.errors import RunError
 from megatron_rl.orchestrator.state import RunState
 from megatron_rl.records import write_atomically
 
 _OWN = "orchestrator.json"
 
 
-class BrokenCheckpointError(RuntimeError):
+class BrokenCheckpointError(RunError, RuntimeError):
     """A checkpoint that is not what was written; the message names the file."""
 
 

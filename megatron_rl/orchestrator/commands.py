@@ -45,7 +45,8 @@ def trainer_processes(
 
 def gpu_variables(config: Config) -> dict[str, str]:
     """What Megatron's ranks need of the GPUs' libraries, and vLLM's servers must not have; what determinism needs each rank sets itself
-    (engine.groups)."""
+    (engine.groups).
+    """
     if config.device == "cpu":
         return {}
     variables = {

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from megatron_rl.errors import UserError
 from megatron_rl.inference.errors import ServerError
 from megatron_rl.processes import PortError, ProcessError
 
@@ -101,7 +102,7 @@ def host_of(url: str) -> str:
     return urlsplit(url).hostname or ""
 
 
-class FleetError(ValueError):
+class FleetError(UserError, ValueError):
     """A server that cannot be added or removed."""
 
 
@@ -163,7 +164,7 @@ class Fleet:
     def group_failed(self, url: str, reason: str) -> None:
         """A group ended with a server failure: suspect until its health check passes, condemned after several in a row."""
         if not (server := self._at(url)):
-            return
+            return None
         server.failed_groups += 1
         if server.failed_groups >= self._limits.max_failed_groups:
             return self.condemn(url, f"{server.failed_groups} groups in a row failed, the last by: {reason}")

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.errors import RunError
+
 RETRYABLE = frozenset({"stale", "interrupted", "unverified"})
 """Reasons that do not count against a prompt: it is drawn again however often they occur."""
 
@@ -28,7 +30,7 @@ TERMINAL = frozenset({"prompt"})
 _OPEN = -1  # fates: >= 0 the step that trained it, -1 open, -2 - r dropped for reason number r
 
 
-class LedgerError(ValueError):
+class LedgerError(RunError, ValueError):
     """A transition that the ledger does not know: it would lose a prompt or count it twice."""
 
 

@@ -33,6 +33,7 @@ from pathlib import Path
 
 from megatron_rl.batching import Spool, build_probe, build_step
 from megatron_rl.config import Config, RunFolder
+from megatron_rl.errors import RunError
 from megatron_rl.orchestrator.changes import Changes
 from megatron_rl.orchestrator.checkpoints import restore, seal_checkpoint
 from megatron_rl.orchestrator.dispatcher import Dispatcher
@@ -70,7 +71,7 @@ MAX_FAILURES_IN_A_ROW = 50
 """Groups that fail one after the other, without one that succeeds, before the run is given up: it would never make a step."""
 
 
-class RunFailed(RuntimeError):
+class RunFailedError(RunError, RuntimeError):
     """The run cannot go on; the message names what failed and what can be done."""
 
 
@@ -98,7 +99,7 @@ class Orchestrator:
         self._dispatcher = Dispatcher(state, fleet, config.groups_per_server)
         self._batch_examples: dict[str, tuple[dict, ...]] = {}
         self._changed = Changes()
-        self._failure: RunFailed | None = None
+        self._failure: RunFailedError | None = None
         self._token_clock = time.monotonic()
         self._tokens = 0
 
@@ -225,7 +226,8 @@ class Orchestrator:
 
     def _order_again(self, step: int) -> Order:
         """For a trainer that was started again: a step that was done before. Nothing is saved before it has caught up, since the state
-        here is that of a later step."""
+        here is that of a later step.
+        """
         if self.stop_requested:
             return Order("stop")
         plan = self.spool.path(self.spool.plan_name(step))
@@ -339,7 +341,7 @@ class Orchestrator:
     # ---- the loop
 
     async def run(self, processes: list[Process], start_trainer: Callable[[], Awaitable[list[Process]]]) -> None:
-        """Until the trainer has left. Raises RunFailed; the processes are the caller's to stop.
+        """Until the trainer has left. Raises RunFailedError; the processes are the caller's to stop.
 
         start_trainer: all ranks, from the latest checkpoint, once none runs any more. They take the places of the former in `processes`.
         """
@@ -366,7 +368,7 @@ class Orchestrator:
         asyncio.get_running_loop().create_task(self._changed.tell())
 
     def fail(self, reason: str) -> None:
-        self._failure = self._failure or RunFailed(reason)
+        self._failure = self._failure or RunFailedError(reason)
         self.stop_requested = True
 
     @property
@@ -376,7 +378,8 @@ class Orchestrator:
 
     async def _watch(self, processes: list[Process]) -> None:
         """A process that ends ends the run, except one that was told to stop and left well, the trainer, which starts again, and a worker
-        that is not the last one."""
+        that is not the last one.
+        """
         while True:
             for process in processes:
                 status = process.poll()

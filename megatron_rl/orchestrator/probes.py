@@ -52,7 +52,8 @@ class Probe:
 
     def verdict(self, abs_dlogp: dict[str, float], tolerance: float) -> dict[str, str]:
         """Server to reason, for those whose mean |log p_trainer - log p_rollout| is above the tolerance, and those none of whose probes
-        could be scored: wrong weights may be too wrong for an answer."""
+        could be scored: wrong weights may be too wrong for an answer.
+        """
         by_server: dict[str, list[float]] = {}
         for result in self.results:
             by_server.setdefault(result.server, []).extend(abs_dlogp[r.uid] for r in result.rollouts if r.uid in abs_dlogp)

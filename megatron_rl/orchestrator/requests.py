@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rl.config import RunFolder
+from megatron_rl.errors import UserError
 from megatron_rl.orchestrator.fleet import Fleet, FleetError
 from megatron_rl.records import write_atomically
 from megatron_rl.wire.control import decode, encode
@@ -20,7 +21,7 @@ from megatron_rl.wire.control import decode, encode
 POLL_S = 0.5
 
 
-class RequestError(ValueError):
+class RequestError(UserError, ValueError):
     """A request that the run has refused, or has not answered."""
 
 

@@ -100,7 +100,8 @@ class RunState:
 
     def adopt(self, plan: StepPlan) -> None:
         """A recorded plan of the next step, from before the run was interrupted: it is trained as it stands, so that nothing that
-        was sampled is lost and the step comes out the same."""
+        was sampled is lost and the step comes out the same.
+        """
         lengths: dict[int, list[int]] = {}
         for entry in plan.entries:
             lengths.setdefault(entry.prompt_index, []).append(entry.num_loss_tokens)

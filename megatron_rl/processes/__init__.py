@@ -16,7 +16,23 @@ from megatron_rl.processes.nodes import Nodes, RemoteProcess
 from megatron_rl.processes.ports import PortError, check_host, check_port, free_ports
 
 __all__ = [
-    "AddressError", "Child", "Command", "Nodes", "PortError", "Process", "ProcessError", "RemoteProcess", "address_of_interface",
-    "address_of_this_host", "check_host", "check_port", "kill_with_parent", "end_forks_with_me", "free_ports", "ignore_sigterm", "interface_of", "log_tail",
+    "AddressError",
+    "Child",
+    "Command",
+    "Nodes",
+    "PortError",
+    "Process",
+    "ProcessError",
+    "RemoteProcess",
+    "address_of_interface",
+    "address_of_this_host",
+    "check_host",
+    "check_port",
+    "end_forks_with_me",
+    "free_ports",
+    "ignore_sigterm",
+    "interface_of",
+    "kill_with_parent",
+    "log_tail",
     "stop_all",
 ]  # fmt: skip

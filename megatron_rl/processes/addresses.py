@@ -6,10 +6,12 @@ import socket
 import struct
 from pathlib import Path
 
+from megatron_rl.errors import UserError
+
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
-class AddressError(RuntimeError):
+class AddressError(UserError, RuntimeError):
     """An interface that is not there, or a host name that means nothing."""
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from megatron_rl.errors import RunError
+
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -28,7 +30,7 @@ class Command:
     that is cancelled or preempted, and which one process has to answer for all; the program calls `ignore_sigterm` as it begins."""
 
 
-class ProcessError(RuntimeError):
+class ProcessError(RunError, RuntimeError):
     """A child that could not be started, or ended when it should not have: with its name and the end of its log."""
 
 
@@ -140,7 +142,8 @@ def log_tail(path: Path, num_lines: int = 15) -> str:
 
 def ignore_sigterm() -> None:
     """To be called by a program whose Command has another stop_signal: what it starts, such as a reward's own processes, ends by SIGTERM again,
-    which an ignored signal would not be."""
+    which an ignored signal would not be.
+    """
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
         return  # started by hand
     signal.signal(signal.SIGTERM, lambda *_: None)  # exec gives the signal back its meaning, and so does a fork

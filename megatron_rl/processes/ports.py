@@ -4,8 +4,10 @@ import contextlib
 import random
 import socket
 
+from megatron_rl.errors import UserError
 
-class PortError(RuntimeError):
+
+class PortError(UserError, RuntimeError):
     """A port that is in use, or cannot be listened on."""
 
 

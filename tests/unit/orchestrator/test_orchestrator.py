@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from megatron_rl.orchestrator import RunFailed
+from megatron_rl.orchestrator import RunFailedError
 from megatron_rl.orchestrator.fleet import host_of
 from megatron_rl.orchestrator.probes import Probe
 from megatron_rl.records import GroupResult
@@ -105,7 +105,7 @@ def test_a_run_whose_groups_all_fail_ends_with_the_reason(tmp_path):
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(world.run(sample))
-    failed = [e for e in caught.value.exceptions if isinstance(e, RunFailed)]
+    failed = [e for e in caught.value.exceptions if isinstance(e, RunFailedError)]
     assert "ZeroDivisionError in my_reward" in str(failed[0])
 
 
@@ -156,7 +156,7 @@ def test_a_server_whose_probe_is_off_leaves_the_fleet(tmp_path):
     world = World(tmp_path, config(tmp_path), num_servers=1)
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(world.run(lambda task: sampled(world, task), abs_dlogp=0.5))
-    failed = [e for e in caught.value.exceptions if isinstance(e, RunFailed)]
+    failed = [e for e in caught.value.exceptions if isinstance(e, RunFailedError)]
     assert "no rollout server is left" in str(failed[0])
     assert any("is off by 0.5" in event for event in world.observer.events)
 
@@ -237,7 +237,7 @@ def test_a_trainer_that_dies_ends_the_run_with_its_log(tmp_path):
         world.trainer.status = 1
         await world.orchestrator.run([world.trainer], world.start_trainer)
 
-    with pytest.raises(RunFailed, match="trainer-0 ended with status 1"):
+    with pytest.raises(RunFailedError, match="trainer-0 ended with status 1"):
         asyncio.run(scenario())
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_rl.orchestrator import RunFailed, RunState, restore
+from megatron_rl.orchestrator import RunFailedError, RunState, restore
 from megatron_rl.wire.control import Rendezvous, RendezvousRequest, WorkOrder, WorkRequest
 from tests.unit.orchestrator.world import FakeChild, World, config, sampled
 
@@ -34,7 +34,7 @@ def test_a_trainer_that_dies_starts_again_and_does_the_recorded_steps_again(tmp_
 def failure_of(world, **kwargs) -> str:
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(world.run(lambda task: sampled(world, task), **kwargs))
-    return str(next(e for e in caught.value.exceptions if isinstance(e, RunFailed)))
+    return str(next(e for e in caught.value.exceptions if isinstance(e, RunFailedError)))
 
 
 def test_a_trainer_that_dies_at_the_same_step_again_and_again_ends_the_run(tmp_path, monkeypatch):
@@ -99,7 +99,7 @@ def test_the_last_worker_ends_the_run(tmp_path):
     world = World(tmp_path, config(tmp_path))
     alone = FakeChild("worker-0")
     alone.status = -9
-    with pytest.raises(RunFailed, match="worker-0 ended with status -9"):
+    with pytest.raises(RunFailedError, match="worker-0 ended with status -9"):
         asyncio.run(world.orchestrator.run([world.trainer, alone], world.start_trainer))
 
 
@@ -199,7 +199,7 @@ def test_a_read_only_folder_ends_the_run_by_name(tmp_path, monkeypatch):
         return await asyncio.gather(*parts, return_exceptions=True)
 
     ended, _, _ = asyncio.run(scenario())
-    assert isinstance(ended, RunFailed) and "orchestrator.json: Read-only file system; nothing is lost: mend this" in str(ended)
+    assert isinstance(ended, RunFailedError) and "orchestrator.json: Read-only file system; nothing is lost: mend this" in str(ended)
     assert world.folder.latest_checkpoint() is None and world.observer.steps == [0, 1]
 
 
@@ -223,7 +223,7 @@ def test_a_full_disk_ends_the_run_by_name_and_nothing_is_lost(tmp_path, monkeypa
         return await asyncio.gather(*parts, return_exceptions=True)
 
     ended, _, _ = asyncio.run(scenario())
-    assert isinstance(ended, RunFailed) and "/scratch/spool/plans: No space left on device; nothing is lost" in str(ended)
+    assert isinstance(ended, RunFailedError) and "/scratch/spool/plans: No space left on device; nothing is lost" in str(ended)
     assert world.folder.latest_checkpoint()[0] == 2
     world.orchestrator.state.ledger.check()
 
