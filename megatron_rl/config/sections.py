@@ -214,6 +214,8 @@ class Rollouts(Section):
 
 
 class Servers(Section):
+    engine: str = "vllm"
+    """The inference engine."""
     count: Positive = 1
     host: str = "127.0.0.1"
     first_port: NonNegative = 0
@@ -230,7 +232,7 @@ class Servers(Section):
     max_restarts: NonNegative = 3
     """Of one server, before the run gives up on it."""
     extra_arguments: list[str] = []
-    """Passed on to vLLM's server as they are."""
+    """Passed on to the engine's server as they are."""
 
 
 class WeightSync(Section):

@@ -1,12 +1,65 @@
-"""What is sent, and what a transport has to offer."""
+"""A weight update's contract: the tensors (`WeightSource`), the transport (`WeightSender`), the calls to one server (`ServerControl`).
+
+`weight_sync.update_servers` says in which order they are used.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
-from megatron_rl.inference.vllm.control import ServerRoutes
 from megatron_rl.wire.weights import WeightMeta
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """A rollout server, such as `ServerAddress("server-0", "http://127.0.0.1:8000")`."""
+
+    name: str
+    url: str
+    num_workers: int = 1
+    """Its tensor-parallel size."""
+    incarnation: int = 0
+    """How often it has been started. A server that came back at the same url must not be taken for the former one."""
+
+
+class ServerControl(Protocol):
+    """Calls to one server. Each raises ServerError, and may be used from several threads."""
+
+    @property
+    def address(self) -> ServerAddress:
+        """The server that is called."""
+        ...
+
+    def pause(self) -> None:
+        """Freeze all requests where they are, and drop all keys and values of the current weights.
+
+        On resume each request is recomputed under the new weights, so a token's log-prob is that of the version that sampled it,
+        given everything before it.
+        """
+        ...
+
+    def start_update(self) -> None:
+        """Expect new weights. From here on until `finish_update` the model is no version's."""
+        ...
+
+    def receive(self, announcement: Mapping[str, Any]) -> None:
+        """Announce what will be streamed; returns when the server has received and loaded all of it, however long that takes."""
+        ...
+
+    def finish_update(self, version: int) -> None:
+        """The weights are complete: they are policy version `version`."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix. An engine that keeps some of them must raise: a later prompt would hit old keys and values."""
+        ...
+
+    def resume(self) -> None:
+        """Continue the requests that `pause` froze, and take new ones."""
+        ...
 
 
 class WeightSource(Protocol):
@@ -17,52 +70,68 @@ class WeightSource(Protocol):
     """
 
     @property
-    def metas(self) -> Sequence[WeightMeta]: ...
+    def metas(self) -> Sequence[WeightMeta]:
+        """Name, dtype and shape of every tensor."""
+        ...
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def __iter__(self) -> Iterator[tuple[str, "torch.Tensor"]]: ...
 
 
 class WeightSender(Protocol):
-    """A transport from trainer rank 0 to the weight transfer engines of the servers."""
+    """A transport from trainer rank 0 to the servers of one engine. It is given the `ServerControl`s of that same engine."""
 
-    backend: str
-    """vLLM's name for the engine at the other end (`--weight-transfer-config`)."""
+    def connect(self, servers: Sequence[Any]) -> Mapping[str, str]:
+        """Have a working group with exactly these servers.
 
-    def connect(self, servers: Sequence[ServerRoutes]) -> Mapping[str, str]:
-        """Have a working group with exactly these servers; for those that could not be reached, name and reason."""
+        Args:
+            servers: The engine's own `ServerControl`s, which may offer more calls than the protocol (to join a group).
+
+        Returns:
+            Name and reason of every server that could not be reached.
+        """
         ...
 
-    def announcement(self, metas: Sequence[WeightMeta], version: int) -> dict:
-        """What the servers are told in /update_weights."""
+    def announcement(self, metas: Sequence[WeightMeta], version: int) -> Mapping[str, Any]:
+        """What each server needs to know of the stream before it comes; goes to `ServerControl.receive`."""
         ...
 
     def stream(self, source: WeightSource) -> Mapping[str, str]:
         """Iterate `source` exactly once, to its end whatever happens to the servers, and send it to those that `connect` reached.
 
-        Returns name and reason for every server that did not get all of it. Raises only what `source` raises.
+        Returns:
+            Name and reason of every server that did not get all of it. Raises only what `source` raises.
         """
         ...
 
-    def confirm(self, server: ServerRoutes, version: int) -> None:
-        """ServerError unless the server holds `version` now."""
+    def confirm(self, server: Any, version: int) -> None:
+        """Check that the server (the engine's own `ServerControl`) now holds `version`.
+
+        Raises:
+            ServerError: It does not.
+        """
         ...
 
     def disconnect(self, server: str) -> None:
-        """Send no more to this server."""
+        """Send no more to the server of this name."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Leave all groups."""
+        ...
 
 
-def checked_tensors(source: WeightSource) -> Iterator[tuple[WeightMeta, torch.Tensor]]:
-    """`source`'s tensors, each with the meta that announced it; ValueError at the first one that differs in name, or in number.
+def checked_tensors(source: WeightSource) -> Iterator[tuple[WeightMeta, "torch.Tensor"]]:
+    """`source`'s tensors, each with the meta that announced it.
 
     The receivers lay out their buffers by the announcement, so a stream that strays from it would be loaded under wrong names.
+
+    Raises:
+        ValueError: At the first tensor that differs from its meta in name, or when there are more or fewer tensors than metas.
     """
     tensors = iter(source)
     for meta in source.metas:
         name, tensor = next(tensors, (None, None))
-        if name != meta.name:
+        if name != meta.name or tensor is None:
             raise ValueError(f"the weight source yielded {name!r} where its metas announce {meta.name!r}; the order must agree")
         yield meta, tensor
     surplus = next(tensors, None)

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable, Mapping
 
 from megatron_rl.config import Config, RunFolder
+from megatron_rl.inference.registry import engine_of
 from megatron_rl.launch.machines import GRACE_S
 from megatron_rl.orchestrator import ServerProcess, fleet_of, server_process, trainer_processes, worker_process
 from megatron_rl.orchestrator.fleet import Fleet
@@ -67,7 +68,12 @@ class ClusterMachines:
         if node.devices and len(own) < tensor:
             raise ProcessError(f"{node.host} has {len(node.devices)} GPUs, and none left for server {slot}")
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(own)} if node.devices else {}
-        environment = {**command.env, **devices, "VLLM_HOST_IP": node.address, **self._of_role("rollouts")}
+        environment = {
+            **command.env,
+            **devices,
+            **engine_of(self._config).cluster_environment(node.address),
+            **self._of_role("rollouts"),
+        }
         return ServerProcess(self._nodes.start(node, _with_environment(command, environment)), f"http://{node.address}:{port}")
 
     def _of_role(self, role: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_rl.batching import Spool
 from megatron_rl.config import Config, ConfigError, RunFolder, changes_on_resume, check_startable, run_folder, to_toml
+from megatron_rl.inference.registry import engine_of
 from megatron_rl.launch.error_report import USER_ERROR
 from megatron_rl.launch.machines import ThisMachine
 from megatron_rl.launch.run import run
@@ -53,8 +54,9 @@ def lay_ready(config: Config, folder: RunFolder) -> None:
 
 
 def check_before_start(config: Config) -> None:
-    """What can be known to fail before anything is started: the task, the reward function, the host and ports, W&B."""
+    """What can be known to fail before anything is started: the task, the reward function, the engine, the host and ports, W&B."""
     load_task(config.task, config.run.seed)
+    engine_of(config)
     check_host(config.servers.host, "servers.host")
     for slot in range(config.servers.count if config.servers.first_port else 0):
         check_port(config.servers.host, config.servers.first_port + slot, f"servers.first_port, server {slot}")

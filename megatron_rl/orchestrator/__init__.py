@@ -1,4 +1,4 @@
-"""The asynchronous loop of a run; loads neither torch nor Megatron nor vLLM."""
+"""The asynchronous loop of a run; loads neither torch nor Megatron nor the inference engine."""
 
 from megatron_rl.orchestrator.checkpoints import restore
 from megatron_rl.orchestrator.commands import replay_processes, server_process, trainer_processes, worker_process

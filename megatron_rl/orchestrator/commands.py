@@ -6,26 +6,38 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.config import Config, RunFolder
-from megatron_rl.inference.vllm.server import server_command
+from megatron_rl.inference.engine import ServerSettings
+from megatron_rl.inference.registry import engine_of
 from megatron_rl.processes import Command
 
 OWN_STOP_SIGNAL = signal.SIGHUP
-"""Workers and ranks. A job that is cancelled has its SIGTERM answered by the orchestrator, which needs them to save; vLLM's servers, which it
-does not need for that, answer it themselves. SIGHUP ends a program that has no handler, and is none of those that scancel sends."""
+"""Workers and ranks. A job that is cancelled has its SIGTERM answered by the orchestrator, which needs them to save; the inference servers, which
+it does not need for that, answer it themselves. SIGHUP ends a program that has no handler, and is none of those that scancel sends."""
 
 
 def server_process(config: Config, folder: RunFolder, slot: int, host: str, port: int, life: int, key: str) -> Command:
-    """One vLLM server, which listens on host:port. `life` counts its starts, so that a restarted server does not sample the same tokens again."""
+    """One inference server, which listens on host:port. `life` counts its starts, so that a restarted server does not sample the same tokens again."""
     s, on_cpu = config.servers, config.device == "cpu"
-    argv, env = server_command(
-        str(folder.nvfp4_model if config.servers_have_nvfp4_layers else folder.model), host, port,
-        device=config.device, dtype=config.model.dtype, max_model_len=config.model.max_sequence_length, max_num_seqs=s.max_num_seqs,
-        keep_set_source=config.keep_set_source, max_logprobs=config.rollouts.max_keep_set,
-        weight_transfer=config.transport, key=key, seed=config.run.seed + 1000 * slot + life,
-        tensor_parallel_size=s.tensor, kv_cache_gib=s.kv_cache_gib if on_cpu else None,
-        gpu_memory_utilization=0.1 if on_cpu else s.gpu_memory_utilization, threads=s.threads,
+    settings = ServerSettings(
+        model_folder=str(folder.nvfp4_model if config.servers_have_nvfp4_layers else folder.model),
+        host=host,
+        port=port,
+        device=config.device,
+        dtype=config.model.dtype,
+        max_sequence_length=config.model.max_sequence_length,
+        max_num_seqs=s.max_num_seqs,
+        keep_set_source=config.keep_set_source,
+        max_keep_set=config.rollouts.max_keep_set,
+        weight_transport=config.transport,
+        key=key,
+        seed=config.run.seed + 1000 * slot + life,
+        tensor_parallel_size=s.tensor,
+        kv_cache_gib=s.kv_cache_gib if on_cpu else None,
+        gpu_memory_utilization=0.1 if on_cpu else s.gpu_memory_utilization,
+        threads=s.threads,
         extra_arguments=s.extra_arguments,
-    )  # fmt: skip
+    )
+    argv, env = engine_of(config).server_command(settings)
     return Command(f"server-{slot}", argv, folder.logs / f"server-{slot}.log", env)
 
 
@@ -44,7 +56,7 @@ def trainer_processes(
 
 
 def gpu_variables(config: Config) -> dict[str, str]:
-    """What Megatron's ranks need of the GPUs' libraries, and vLLM's servers must not have; what determinism needs each rank sets itself
+    """What Megatron's ranks need of the GPUs' libraries, and the inference servers must not have; what determinism needs each rank sets itself
     (engine.groups).
     """
     if config.device == "cpu":

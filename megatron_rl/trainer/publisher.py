@@ -8,9 +8,12 @@ import torch
 
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import Engine
+from megatron_rl.inference.engine import InferenceEngine
+from megatron_rl.inference.registry import engine_of
+from megatron_rl.inference.sender import ServerAddress, WeightSender
 from megatron_rl.trainer.ranks import broadcast_object
 from megatron_rl.trainer.steering import Steering
-from megatron_rl.weight_sync import GlooSender, NcclSender, ServerAddress, WeightSender, update_servers
+from megatron_rl.weight_sync import update_servers
 from megatron_rl.wire.control import WeightsReport
 from megatron_rl.wire.nodes import ADDRESS_VARIABLE
 from megatron_rl.wire.weights import WeightMeta
@@ -36,7 +39,8 @@ class Publisher:
 
     def __init__(self, config: Config, engine: Engine, steering: Steering | None):
         self._config, self._engine, self._steering = config, engine, steering
-        self._sender: WeightSender | None = _sender(config) if steering else None
+        self._servers_engine = engine_of(config)
+        self._sender = _sender(self._servers_engine, config) if steering else None
 
     def publish(self, servers: Sequence[str], version: int) -> dict[str, float]:
         """Bring the servers to `version`, one pass over the weights; says which hold it. The metrics are those of rank 0."""
@@ -47,7 +51,13 @@ class Publisher:
             return broadcast_object(None)
         addresses = [ServerAddress(url, url, self._config.servers.tensor) for url in servers]
         report = update_servers(
-            self._sender, addresses, source, version, key=self._steering.key, timeout_s=self._config.weight_sync.timeout_s
+            self._servers_engine,
+            self._sender,
+            addresses,
+            source,
+            version,
+            key=self._steering.key,
+            timeout_s=self._config.weight_sync.timeout_s,
         )
         metrics = {
             "sync_s": report.pause_s + report.transfer_s + report.resume_s, "sync_pause_s": report.pause_s,
@@ -68,10 +78,7 @@ class Publisher:
             self._sender.close()
 
 
-def _sender(config: Config) -> WeightSender:
+def _sender(engine: InferenceEngine, config: Config) -> WeightSender:
     """It listens on this machine's address in the run: on a cluster the one that its agent found, else the servers' own."""
     section, host = config.weight_sync, os.environ.get(ADDRESS_VARIABLE, config.servers.host)
-    if config.transport == "nccl":
-        return NcclSender(host, bucket_bytes=section.bucket_mib << 20, timeout_s=section.timeout_s)
-    # Of one bucket: a server that hangs holds the others up for no longer than this.
-    return GlooSender(host, bucket_bytes=section.bucket_mib << 20, timeout_s=min(60.0, section.timeout_s))
+    return engine.weight_sender(config.transport, host, bucket_bytes=section.bucket_mib << 20, timeout_s=section.timeout_s)

@@ -2,25 +2,10 @@
 
     pause all -> start -> stream -> finish(version) -> does each hold it? -> reset the prefix cache -> resume
 
-What is sent (`WeightSource`) is apart from how it is sent (`GlooSender`, `NcclSender`) and from the order of things
-(`update_servers`). The receivers are vLLM's weight transfer engines; the `gloo` one is `megatron_rl.inference.vllm.plugin`'s.
+What is sent (`WeightSource`), how it is sent (`WeightSender`) and the calls to a server (`ServerControl`) are contracts of
+`inference.sender`, kept by the run's inference engine; the order of things is here.
 """
 
-from megatron_rl.inference.sender import WeightSender, WeightSource, checked_tensors
-from megatron_rl.inference.vllm.control import ServerAddress, ServerError, ServerRoutes
-from megatron_rl.inference.vllm.gloo import GlooSender
-from megatron_rl.inference.vllm.nccl import NcclSender
 from megatron_rl.weight_sync.transaction import UpdateReport, update_servers
 
-__all__ = [
-    "GlooSender",
-    "NcclSender",
-    "ServerAddress",
-    "ServerError",
-    "ServerRoutes",
-    "UpdateReport",
-    "WeightSender",
-    "WeightSource",
-    "checked_tensors",
-    "update_servers",
-]
+__all__ = ["UpdateReport", "update_servers"]

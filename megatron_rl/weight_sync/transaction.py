@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import httpx
 
-from megatron_rl.inference.sender import WeightSender, WeightSource
-from megatron_rl.inference.vllm.control import ServerAddress, ServerError, ServerRoutes
+from megatron_rl.inference.engine import InferenceEngine
+from megatron_rl.inference.errors import ServerError
+from megatron_rl.inference.sender import ServerAddress, ServerControl, WeightSender, WeightSource
 from megatron_rl.wire.access import with_key
 
 
@@ -33,6 +34,7 @@ class UpdateReport:
 
 
 def update_servers(
+    engine: InferenceEngine,
     sender: WeightSender,
     servers: Sequence[ServerAddress],
     source: WeightSource,
@@ -53,17 +55,17 @@ def update_servers(
     """
     started = time.monotonic()
     with httpx.Client(headers=with_key(key), trust_env=False) as client:
-        update = _Update([ServerRoutes(server, client, route_timeout_s) for server in servers], sender)
-        update.on_each(ServerRoutes.pause)
+        update = _Update([engine.server_control(server, client, route_timeout_s) for server in servers], sender)
+        update.on_each(lambda server: server.pause())
         paused = time.monotonic()
         update.fail(sender.connect(update.whole))
-        update.on_each(ServerRoutes.start)
+        update.on_each(lambda server: server.start_update())
         update.transfer(source, version, timeout_s)
-        update.on_each(lambda server: server.finish(version))
+        update.on_each(lambda server: server.finish_update(version))
         update.on_each(lambda server: sender.confirm(server, version))
-        update.on_each(ServerRoutes.reset_prefix_cache)
+        update.on_each(lambda server: server.reset_prefix_cache())
         verified = time.monotonic()
-        update.on_each(ServerRoutes.resume)
+        update.on_each(lambda server: server.resume())
     return UpdateReport(
         version=version,
         held=tuple(server.address.name for server in update.whole),
@@ -78,7 +80,7 @@ def update_servers(
 class _Update:
     """The servers of one update: `whole` are those for which every call has succeeded so far; the rest are in `failed`."""
 
-    def __init__(self, servers: Sequence[ServerRoutes], sender: WeightSender):
+    def __init__(self, servers: Sequence[ServerControl], sender: WeightSender):
         self.whole = list(servers)
         self.failed: dict[str, str] = {}
         self._sender = sender
@@ -90,14 +92,14 @@ class _Update:
             self._sender.disconnect(name)
         self.whole = [server for server in self.whole if server.address.name not in self.failed]
 
-    def on_each(self, call: Callable[[ServerRoutes], None]) -> None:
+    def on_each(self, call: Callable[[ServerControl], None]) -> None:
         """Make one call to all servers at the same time."""
         self.fail(_gather(self._launch(call)))
 
     def transfer(self, source: WeightSource, version: int, timeout_s: float) -> None:
         """Announce the stream to all servers and send it while they receive."""
         announcement = self._sender.announcement(source.metas, version)
-        replies = self._launch(lambda server: server.update(announcement))
+        replies = self._launch(lambda server: server.receive(announcement))
         try:
             lost = self._sender.stream(source)
         except BaseException:
@@ -107,7 +109,7 @@ class _Update:
         self.fail(_gather({name: reply for name, reply in replies.items() if name not in lost}, timeout_s))
         self.fail(lost)
 
-    def _launch(self, call: Callable[[ServerRoutes], None]) -> dict[str, Future]:
+    def _launch(self, call: Callable[[ServerControl], None]) -> dict[str, Future]:
         pool = ThreadPoolExecutor(max(1, len(self.whole)))
         calls = {server.address.name: pool.submit(call, server) for server in self.whole}
         pool.shutdown(wait=False)

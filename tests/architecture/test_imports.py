@@ -122,6 +122,20 @@ def test_plugin_imports_only_what_it_may() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("engine", ["vllm"])
+def test_only_the_registry_names_an_inference_engine(engine: str) -> None:
+    """Everybody else goes through the contract in `inference/engine.py`, or another engine could not take its place."""
+    folder = f"{PACKAGE}.inference.{engine}"
+    wrong = [
+        report(module, item, f"{folder} is reached through inference.registry.engine_of only")
+        for module, item in all_imports()
+        if f"{item.target}.".startswith(f"{folder}.")
+        and not f"{module.name}.".startswith(f"{folder}.")
+        and module.name != f"{PACKAGE}.inference.registry"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize(("package", "parts"), ONLY_IN.items())
 def test_package_appears_in_its_parts_only(package: str, parts: tuple[str, ...]) -> None:
     allowed = tuple(f"{PACKAGE}.{part}." for part in parts)

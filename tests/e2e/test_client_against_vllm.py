@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.sections import Task as TaskSection
 from megatron_rl.conversion import make_random_model
+from megatron_rl.inference.engine import ServerSettings
 from megatron_rl.inference.sampled_model import read_sampled_model
 from megatron_rl.inference.vllm.client import VllmClient
 from megatron_rl.inference.vllm.server import server_command
@@ -51,9 +52,24 @@ def folder(tmp_path_factory):
 def url(folder):
     port = free_ports(1)[0]
     argv, env = server_command(
-        str(folder), "127.0.0.1", port, device="cpu", dtype="float32", max_model_len=256, max_num_seqs=32, load_format="auto",
-        keep_set_source="processed_logprobs", max_logprobs=128, weight_transfer="gloo", key="k", seed=5, kv_cache_gib=1, gpu_memory_utilization=0.1,
-    )  # fmt: skip
+        ServerSettings(
+            str(folder),
+            "127.0.0.1",
+            port,
+            device="cpu",
+            dtype="float32",
+            max_sequence_length=256,
+            max_num_seqs=32,
+            load_format="auto",
+            keep_set_source="processed_logprobs",
+            max_keep_set=128,
+            weight_transport="gloo",
+            key="k",
+            seed=5,
+            kv_cache_gib=1,
+            gpu_memory_utilization=0.1,
+        )
+    )
     log = folder.parent / "server.log"
     server = Child(Command("server", argv, log, {**env, "OMP_NUM_THREADS": "1"}))
     try:

@@ -9,6 +9,7 @@ import re
 import httpx
 import pytest
 
+from megatron_rl.inference.engine import ServerSettings
 from megatron_rl.inference.vllm.plugin.access import RequireKey
 from megatron_rl.inference.vllm.server import server_command
 from megatron_rl.wire.access import KEY_HEADER, KEY_VARIABLE, KeyMissingError, with_key
@@ -25,9 +26,23 @@ def app():
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     argv, env = server_command(
-        "/models/none", "127.0.0.1", 1, device="cpu", dtype="float32", max_model_len=64, max_num_seqs=2, load_format="dummy",
-        keep_set_source="processed_logprobs", max_logprobs=8, weight_transfer="gloo", key=KEY, seed=1, kv_cache_gib=1,
-    )  # fmt: skip
+        ServerSettings(
+            "/models/none",
+            "127.0.0.1",
+            1,
+            device="cpu",
+            dtype="float32",
+            max_sequence_length=64,
+            max_num_seqs=2,
+            load_format="dummy",
+            keep_set_source="processed_logprobs",
+            max_keep_set=8,
+            weight_transport="gloo",
+            key=KEY,
+            seed=1,
+            kv_cache_gib=1,
+        )
+    )
     with pytest.MonkeyPatch.context() as patch:
         for name, value in env.items():
             patch.setenv(name, value)

@@ -21,9 +21,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.inference.engine import ServerSettings
+from megatron_rl.inference.sender import ServerAddress
 from megatron_rl.inference.vllm import gloo
+from megatron_rl.inference.vllm.engine import VllmEngine
+from megatron_rl.inference.vllm.gloo import GlooSender
 from megatron_rl.inference.vllm.server import server_command
-from megatron_rl.weight_sync import GlooSender, ServerAddress, UpdateReport, update_servers
+from megatron_rl.weight_sync import UpdateReport, update_servers
 from megatron_rl.wire.access import with_key
 from megatron_rl.wire.weights import WeightMeta
 
@@ -104,10 +108,23 @@ class Server:
         port = quiet_port()
         # A token budget below the prompts together has prefill cut into chunks; the cache is too small for all requests at once.
         argv, env = server_command(
-            str(model_dir), "127.0.0.1", port, device="cpu", dtype="float32", max_model_len=512, max_num_seqs=6,
-            keep_set_source="processed_logprobs", max_logprobs=8, weight_transfer="gloo", key=KEY, seed=1, kv_cache_gib=0.01,
-            extra_arguments=["--max-num-batched-tokens", "128"],
-        )  # fmt: skip
+            ServerSettings(
+                str(model_dir),
+                "127.0.0.1",
+                port,
+                device="cpu",
+                dtype="float32",
+                max_sequence_length=512,
+                max_num_seqs=6,
+                keep_set_source="processed_logprobs",
+                max_keep_set=8,
+                weight_transport="gloo",
+                key=KEY,
+                seed=1,
+                kv_cache_gib=0.01,
+                extra_arguments=["--max-num-batched-tokens", "128"],
+            )
+        )
         self.log = log
         self.process = subprocess.Popen(argv, env=os.environ | env, stdout=log.open("w"), stderr=subprocess.STDOUT)
         self.address = ServerAddress("server-0", f"http://127.0.0.1:{port}")
@@ -146,7 +163,7 @@ class Server:
 
     def update(self, tensors: dict[str, torch.Tensor], version: int) -> UpdateReport:
         sender = GlooSender(bucket_bytes=1 << 16, timeout_s=60)
-        return update_servers(sender, [self.address], Source(tensors), version, key=KEY)
+        return update_servers(VllmEngine(), sender, [self.address], Source(tensors), version, key=KEY)
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +253,10 @@ def test_a_flipped_bit_is_refused_by_name(server, policies, first_logprobs, monk
 BROKEN_OFF = """
 import os, signal, sys
 import torch
-from megatron_rl.weight_sync import GlooSender, ServerAddress, update_servers
+from megatron_rl.inference.sender import ServerAddress
+from megatron_rl.inference.vllm.engine import VllmEngine
+from megatron_rl.inference.vllm.gloo import GlooSender
+from megatron_rl.weight_sync import update_servers
 from megatron_rl.wire.weights import WeightMeta
 from safetensors.torch import load_file
 
@@ -249,7 +269,7 @@ class Dying:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield item
 
-update_servers(GlooSender(bucket_bytes=1 << 14), [ServerAddress("server-0", sys.argv[1])], Dying(), 5, key="the run's key")
+update_servers(VllmEngine(), GlooSender(bucket_bytes=1 << 14), [ServerAddress("server-0", sys.argv[1])], Dying(), 5, key="the run's key")
 """
 
 

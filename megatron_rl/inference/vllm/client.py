@@ -10,9 +10,11 @@ from typing import Any
 
 import httpx
 
+from megatron_rl.inference.completion import Completion
+from megatron_rl.inference.engine import KeepSetSource
 from megatron_rl.inference.errors import PromptError, ServerError
 from megatron_rl.inference.sampled_model import SampledModel
-from megatron_rl.inference.vllm.completion import Completion, KeepSetSource, decode_completion, num_logprobs
+from megatron_rl.inference.vllm.completion import decode_completion, num_logprobs
 from megatron_rl.records import ContractError, Sampling
 from megatron_rl.wire.access import with_key
 

@@ -5,32 +5,19 @@ The engine reports a token id as the text "token_id:17" and a log-prob of minus 
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from megatron_rl.inference.completion import Completion
+from megatron_rl.inference.engine import KeepSetSource
 from megatron_rl.inference.vllm.npy import read_npy
 from megatron_rl.records import ContractError, RaggedIds, Sampling, check_keep_mass
-
-KeepSetSource = Literal["native", "processed_logprobs"]
 
 _EXCLUDED = -9999.0
 _MASS_TOLERANCE = 1e-4  # fp32 sums of 64 probabilities come within 1e-6 of 1; a set that was cut lacks more than that
 _ID_PREFIX = len("token_id:")
-
-
-@dataclass(frozen=True)
-class Completion:
-    """C tokens that the policy sampled after a prompt of P tokens; L MoE layers, K experts a token."""
-
-    token_ids: np.ndarray  # i32 [C]
-    logprobs: np.ndarray  # f32 [C]
-    keep_sets: RaggedIds  # of C rows
-    routed_experts: np.ndarray  # u8 | u16 [P + C - 1, L, K]
-    policy_versions: np.ndarray  # i32 [C]
-    finish_reason: str  # 'stop' | 'length'
 
 
 def num_logprobs(sampling: Sampling, source: KeepSetSource, max_keep_set: int, vocab_size: int) -> int:

@@ -1,32 +1,15 @@
 """The routes of one rollout server that a weight update needs (vLLM serves them under VLLM_SERVER_DEV_MODE=1)."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
 import httpx
 
-
-@dataclass(frozen=True)
-class ServerAddress:
-    """A rollout server. `url` such as `http://127.0.0.1:8000`; `num_workers` = its tensor-parallel size.
-
-    incarnation: how often it has been started. A server that came back at the same url must not be taken for the former one.
-    """
-
-    name: str
-    url: str
-    num_workers: int = 1
-    incarnation: int = 0
+from megatron_rl.inference.errors import ServerError
+from megatron_rl.inference.sender import ServerAddress
 
 
-class ServerError(RuntimeError):
-    """A route of a server failed: it could not be reached, was too slow, or answered with an error."""
-
-    def __init__(self, server: str, route: str, reason: str):
-        self.server, self.route, self.reason = server, route, reason
-        super().__init__(f"server {server}, {route}: {reason}")
-
-
-class ServerRoutes:
+class VllmControl:
     """Calls to one server, each of which raises ServerError. Safe to use from several threads.
 
     timeout_s: for every call but `update`, which lasts as long as the stream does.
@@ -54,14 +37,14 @@ class ServerRoutes:
         """Have the workers join the sender's group; returns when all have."""
         self._post("/init_weight_transfer_engine", {"init_info": init_info})
 
-    def start(self) -> None:
+    def start_update(self) -> None:
         self._post("/start_weight_update")
 
-    def update(self, update_info: dict) -> None:
+    def receive(self, announcement: Mapping[str, Any]) -> None:
         """Announce what will be streamed; returns when the server has received and loaded it all, however long that takes."""
-        self._send("POST", "/update_weights", {"update_info": update_info}, timeout_s=None)
+        self._send("POST", "/update_weights", {"update_info": dict(announcement)}, timeout_s=None)
 
-    def finish(self, version: int) -> None:
+    def finish_update(self, version: int) -> None:
         self._post("/finish_weight_update", {"weight_version": str(version)})
 
     def reset_prefix_cache(self) -> None:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_rl.inference.errors import ServerError
 from megatron_rl.inference.sender import WeightSource, checked_tensors
-from megatron_rl.inference.vllm.control import ServerError, ServerRoutes
+from megatron_rl.inference.vllm.control import VllmControl
 from megatron_rl.wire.stores import serve_store
 from megatron_rl.wire.weights import (
     Bucket,
@@ -52,7 +53,7 @@ class GlooSender:
         self._receive_timeout_s = receive_timeout_s
         self._groups: dict[str, WeightGroup] = {}
 
-    def connect(self, servers: Sequence[ServerRoutes]) -> dict[str, str]:
+    def connect(self, servers: Sequence[VllmControl]) -> dict[str, str]:
         """Make a new group with every server: it takes 15 ms, and an old one may belong to a process that is no more."""
         self.close()
         failures: dict[str, str] = {}
@@ -67,7 +68,7 @@ class GlooSender:
                 failures[name] = f"no weight group: {error}"
         return failures
 
-    def _meet(self, server: ServerRoutes) -> WeightGroup:
+    def _meet(self, server: VllmControl) -> WeightGroup:
         store = serve_store(self._host, self._timeout_s)
         world_size = 1 + server.address.num_workers
         init_info = {"host": self._host, "port": store.port, "world_size": world_size, "timeout_s": self._receive_timeout_s}
@@ -123,7 +124,7 @@ class GlooSender:
         failures[name] = f"the stream broke: {str(error).splitlines()[0]}"
         self.disconnect(name)
 
-    def confirm(self, server: ServerRoutes, version: int) -> None:
+    def confirm(self, server: VllmControl, version: int) -> None:
         """The workers themselves say what they hold: the engine sets it only after it has checked every tensor and parameter."""
         held = [answer["version"] for answer in server.call_workers("held_version")]
         if held != [version] * server.address.num_workers:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_rl.inference.sender import WeightSource, checked_tensors
-from megatron_rl.inference.vllm.control import ServerAddress, ServerError, ServerRoutes
+from megatron_rl.inference.errors import ServerError
+from megatron_rl.inference.sender import ServerAddress, WeightSource, checked_tensors
+from megatron_rl.inference.vllm.control import VllmControl
 from megatron_rl.wire.weights import WeightMeta
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class NcclSender:
         self._communicator: PyNcclCommunicator | None = None
         self._members: tuple[ServerAddress, ...] = ()
 
-    def connect(self, servers: Sequence[ServerRoutes]) -> dict[str, str]:
+    def connect(self, servers: Sequence[VllmControl]) -> dict[str, str]:
         """Keep the communicator if it has exactly these servers; otherwise make one. It forms with all of them or with none."""
         members = tuple(server.address for server in servers)
         if members == self._members and self._communicator is not None:
@@ -56,7 +57,7 @@ class NcclSender:
         self._members = members
         return {}
 
-    def _meet(self, servers: Sequence[ServerRoutes]) -> "PyNcclCommunicator":
+    def _meet(self, servers: Sequence[VllmControl]) -> "PyNcclCommunicator":
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
         world_size = 1 + sum(server.address.num_workers for server in servers)
@@ -129,7 +130,7 @@ class NcclSender:
             watchdog.cancel()
         return None
 
-    def confirm(self, server: ServerRoutes, version: int) -> None:
+    def confirm(self, server: VllmControl, version: int) -> None:
         """vLLM's engine keeps no version of its own; the server's is set when the update was finished."""
         held = server.weight_version()
         if held != str(version):

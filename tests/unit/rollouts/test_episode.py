@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
+from megatron_rl.inference.completion import Completion
 from megatron_rl.inference.errors import PromptError
-from megatron_rl.inference.vllm.completion import Completion
 from megatron_rl.records import ModelContract, RaggedIds, Sampling, check_rollout
 from megatron_rl.rollouts.episode import EpisodeRules, run_episode
 

@@ -11,6 +11,7 @@ from starlette.responses import PlainTextResponse
 from tokenizers import Tokenizer, decoders, models
 
 from megatron_rl.config import Config
+from megatron_rl.inference.registry import engine_of
 from megatron_rl.records import GroupTask, Payload, check_rollout
 from megatron_rl.rollouts.group import GroupSampler, all_or_first_error, in_daemon_thread
 from megatron_rl.tasks import RewardError, TextEncoder, load_task
@@ -56,7 +57,8 @@ def make_sampler(tmp_path, model_folder, monkeypatch, *, rewards="", task=None, 
         }
     )
     (tmp_path / "spool" / "rollouts").mkdir(parents=True)
-    return GroupSampler(config, MODEL, load_task(config.task, 0), TextEncoder(model_folder, config.task), tmp_path / "spool", "k")
+    text = TextEncoder(model_folder, config.task)
+    return GroupSampler(config, engine_of(config), MODEL, load_task(config.task, 0), text, tmp_path / "spool", "k")
 
 
 def sample(sampler: GroupSampler, server: FakeVllm, num_samples: int = 4, **changes):

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megatron_rl.weight_sync import ServerAddress
+from megatron_rl.inference.sender import ServerAddress
 from megatron_rl.wire.weights import NO_VERSION, WeightMeta, join_weight_group, plan_buckets, unpack_bucket
 
 

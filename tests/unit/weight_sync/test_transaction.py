@@ -6,7 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_rl.weight_sync import GlooSender, checked_tensors, update_servers
+from megatron_rl.inference.sender import checked_tensors
+from megatron_rl.inference.vllm.engine import VllmEngine
+from megatron_rl.inference.vllm.gloo import GlooSender
+from megatron_rl.weight_sync import update_servers
 from megatron_rl.wire.weights import WeightMeta
 from tests.unit.weight_sync.fake_server import FakeServer
 
@@ -57,7 +60,7 @@ def fakes() -> Iterator[list[FakeServer]]:
 
 def push(fakes: list[FakeServer], source: RandomSource, version: int, **timeouts: float):
     sender = GlooSender(bucket_bytes=4096, timeout_s=timeouts.pop("sender_timeout_s", 20), receive_timeout_s=30)
-    return update_servers(sender, [fake.address for fake in fakes], source, version, key=KEY, **timeouts)
+    return update_servers(VllmEngine(), sender, [fake.address for fake in fakes], source, version, key=KEY, **timeouts)
 
 
 def assert_holds(fake: FakeServer, source: RandomSource, version: int) -> None:
@@ -88,7 +91,7 @@ def test_a_route_that_fails_takes_one_server_out(fakes, route):
     assert report.held == ("a", "c")
     assert fakes[1].is_paused or route == "/pause"
     if route != "/update_weights":  # there the stream's own error may be seen first
-        assert f"server b, {route.replace('collective_rpc', '')}" in report.failed["b"] or route in report.failed["b"]
+        assert f"b: {route.replace('collective_rpc', '')}" in report.failed["b"] or route in report.failed["b"]
     assert source.ended == 1
     for fake in (fakes[0], fakes[2]):
         assert_holds(fake, source, 1)
@@ -111,7 +114,7 @@ def test_a_server_that_cannot_be_reached_is_named(fakes):
     fakes[2].close()
     report = push(fakes, RandomSource(), 1)
     assert report.held == ("a", "b")
-    assert "server c, /pause" in report.failed["c"] and "ConnectError" in report.failed["c"]
+    assert "c: /pause" in report.failed["c"] and "ConnectError" in report.failed["c"]
 
 
 def test_a_server_that_hangs_is_not_waited_for(fakes):
@@ -161,7 +164,7 @@ def test_the_source_comes_to_its_end_without_a_server(fakes, fail_all):
 def test_trouble_of_the_source_is_raised_and_no_server_resumes(fakes):
     sender = GlooSender(bucket_bytes=4096, timeout_s=20, receive_timeout_s=300)
     with pytest.raises(OSError, match="lost a rank"):
-        update_servers(sender, [fake.address for fake in fakes], RandomSource(break_at=5), 1, key=KEY)
+        update_servers(VllmEngine(), sender, [fake.address for fake in fakes], RandomSource(break_at=5), 1, key=KEY)
     assert all(fake.is_paused and "/finish_weight_update" not in fake.calls for fake in fakes)
     # The receivers are let go at once, and not left to their timeout.
     deadline = time.monotonic() + 60

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from starlette.responses import PlainTextResponse
 
+from megatron_rl.inference.completion import Completion
 from megatron_rl.inference.errors import ServerError
 from megatron_rl.inference.vllm.client import VllmClient
-from megatron_rl.inference.vllm.completion import Completion
 from megatron_rl.records import ContractError, Rollout, Sampling, check_rollout
 from tests.unit.inference.vllm.fake_vllm import MODEL, FakeVllm, running
 

