@@ -15,14 +15,13 @@ import socket
 import sys
 from pathlib import Path
 
-import httpx
-
 from megatron_rl.config import ConfigError, RunFolder
 from megatron_rl.processes.addresses import AddressError, address_of_interface
 from megatron_rl.processes.child import Child, Command, ProcessError, stop_all
 from megatron_rl.processes.ports import free_ports
-from megatron_rl.wire.access import KeyMissingError, key_from_environment, with_key
-from megatron_rl.wire.control import Ack, decode, encode
+from megatron_rl.wire.access import KeyMissingError, key_from_environment
+from megatron_rl.wire.client import AsyncControlClient, OrchestratorGoneError
+from megatron_rl.wire.control import Ack, decode
 from megatron_rl.wire.nodes import (
     ADDRESS_VARIABLE,
     ROLES,
@@ -50,12 +49,12 @@ class Agent:
 
     def __init__(self, role: str, index: int, place: OrchestratorPlace, key: str, address: str, devices: tuple[str, ...]):
         self._role, self._index, self._address, self._devices = role, index, address, devices
-        self._http = httpx.AsyncClient(base_url=place.url, headers=with_key(key), timeout=30.0, trust_env=False)
+        self._orchestrator = AsyncControlClient(place.url, key, patience_s=PATIENCE_S)
         self._children: dict[str, Child] = {}
         self._num_done = 0
 
     async def run(self) -> None:
-        """Until the run is over or the agent's step is ended. Raises ProcessError when the orchestrator is gone."""
+        """Until the run is over or the agent's step is ended. Raises OrchestratorGoneError."""
         tasks = [asyncio.create_task(self._obey()), asyncio.create_task(self._watch())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -78,7 +77,7 @@ class Agent:
     async def _ask(self) -> NodeOrders:
         ports = tuple(free_ports(NUM_PORTS, self._address))
         request = NodeRequest(self._role, self._index, socket.gethostname(), self._address, self._devices, ports, self._num_done)
-        return await self._send("/node", request, NodeOrders)
+        return await self._orchestrator.send("/node", request, NodeOrders)
 
     async def _carry_out(self, order: StartOrder | StopOrder) -> None:
         if isinstance(order, StartOrder):
@@ -95,30 +94,16 @@ class Agent:
         except ProcessError as error:
             logger.error("%s", error)
             Path(order.log_file).write_text(f"{error}\n")
-            await self._send("/node/ended", ProcessEnded(order.process, NOT_STARTED), Ack)
+            await self._orchestrator.send("/node/ended", ProcessEnded(order.process, NOT_STARTED), Ack)
 
     async def _watch(self) -> None:
         told: set[str] = set()
         while True:
             for process, child in list(self._children.items()):
                 if process not in told and (status := child.poll()) is not None:
-                    await self._send("/node/ended", ProcessEnded(process, status), Ack)
+                    await self._orchestrator.send("/node/ended", ProcessEnded(process, status), Ack)
                     told.add(process)
             await asyncio.sleep(WATCH_EVERY_S)
-
-    async def _send(self, path: str, message: object, answer: type):
-        deadline = asyncio.get_running_loop().time() + PATIENCE_S
-        while True:
-            try:
-                reply = await self._http.post(path, content=encode(message))
-                reply.raise_for_status()
-                return decode(reply.content, answer)
-            except httpx.HTTPStatusError as error:  # it is there and refuses
-                raise ProcessError(f"{path}: HTTP {error.response.status_code}: {error.response.text[:300]}") from error
-            except httpx.TransportError as error:
-                if asyncio.get_running_loop().time() > deadline:
-                    raise ProcessError(f"the orchestrator has not answered for {PATIENCE_S:g} s: {error}") from error
-                await asyncio.sleep(0.5)
 
 
 async def place_of(folder: RunFolder, life: str) -> OrchestratorPlace:
@@ -166,7 +151,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         asyncio.run(serve(RunFolder(arguments.run_dir), arguments.role))
-    except (ProcessError, AddressError, KeyMissingError, ConfigError) as error:
+    except (OrchestratorGoneError, ProcessError, AddressError, KeyMissingError, ConfigError) as error:
         logger.error("%s", error)
         return 1
     return 0

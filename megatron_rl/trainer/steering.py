@@ -3,11 +3,9 @@
 import os
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
-import httpx
-
-from megatron_rl.wire.access import key_from_environment, with_key
+from megatron_rl.wire.access import key_from_environment
+from megatron_rl.wire.client import ControlClient, own_address
 from megatron_rl.wire.control import (
     Ack,
     Order,
@@ -21,17 +19,7 @@ from megatron_rl.wire.control import (
     SavedReport,
     StepReport,
     WeightsReport,
-    decode,
-    encode,
 )  # fmt: skip
-from megatron_rl.wire.nodes import ADDRESS_VARIABLE
-from megatron_rl.wire.stores import address_towards
-
-T = TypeVar("T")
-
-
-class OrchestratorGone(RuntimeError):
-    """The orchestrator has not answered for so long that the run is over."""
 
 
 class NobodyMet(RuntimeError):
@@ -42,27 +30,26 @@ class Steering:
     """A blocking client of the orchestrator. Of the ranks only the first goes on to use it after they have met."""
 
     def __init__(self, url: str, key: str, patience_s: float = 60.0):
-        self.url, self.key, self.patience_s = url, key, patience_s
-        self._http = httpx.Client(base_url=url, headers=with_key(key), timeout=httpx.Timeout(60.0), trust_env=False)
+        self.url, self.key = url, key
+        self._client = ControlClient(url, key, patience_s=patience_s)
 
     def rendezvous(self, rank: int, serve: Callable[[str], int], timeout_s: float) -> tuple[str, int]:
         """Host and port of the ranks' store. serve: called on rank 0 with this machine's address in the run (on a cluster the one that
         its agent found, else that on the way to the orchestrator); it serves the store there and returns the port."""
         own = ("", 0)
         if rank == 0:
-            url = httpx.URL(self.url)
-            host = os.environ.get(ADDRESS_VARIABLE) or address_towards(url.host, url.port or 80)
+            host = own_address(self.url)
             own = (host, serve(host))
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            found = self._post("/rendezvous", RendezvousRequest(rank, *own, wait_s=min(20.0, timeout_s)), Rendezvous)
+            found = self._client.send("/rendezvous", RendezvousRequest(rank, *own, wait_s=min(20.0, timeout_s)), Rendezvous)
             if found.port:
                 return found.host, found.port
         raise NobodyMet(f"rank 0 has not said within {timeout_s:g} s where the ranks meet; see logs/trainer-0.log")
 
     def next_order(self, step: int) -> Order:
         """What comes after policy version `step`; 'wait' when there is nothing yet."""
-        return self._post("/order", OrderRequest(step), Order)
+        return self._client.send("/order", OrderRequest(step), Order)
 
     def probe_question(self, version: int, timeout_s: float) -> Callable[[], str | None]:
         """To be asked until it answers with the plan file of the probe rollouts sampled at `version`, '' when there were none in time.
@@ -70,27 +57,13 @@ class Steering:
         deadline = time.monotonic() + timeout_s
 
         def ask() -> str | None:
-            order = self._post("/probe", ProbeRequest(version, wait_s=min(20.0, timeout_s)), ProbeOrder)
+            order = self._client.send("/probe", ProbeRequest(version, wait_s=min(20.0, timeout_s)), ProbeOrder)
             return order.plan_file if order.ready or time.monotonic() >= deadline else None
 
         return ask
 
     def report(self, message: StepReport | WeightsReport | ProbeReport | SavedReport | Progress) -> Ack:
-        return self._post(_ROUTES[type(message)], message, Ack)
-
-    def _post(self, route: str, message: object, answer: type[T]) -> T:
-        deadline = time.monotonic() + self.patience_s
-        while True:
-            try:
-                reply = self._http.post(route, content=encode(message))
-                reply.raise_for_status()
-                return decode(reply.content, answer)
-            except httpx.TransportError as error:
-                if time.monotonic() > deadline:
-                    raise OrchestratorGone(
-                        f"{self.url} has not answered for {self.patience_s:.0f} s ({error}); the trainer ends"
-                    ) from error
-                time.sleep(0.5)
+        return self._client.send(_ROUTES[type(message)], message, Ack)
 
 
 _ROUTES = {StepReport: "/step", WeightsReport: "/weights", ProbeReport: "/probed", SavedReport: "/saved", Progress: "/progress"}

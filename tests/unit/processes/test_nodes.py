@@ -13,6 +13,7 @@ from megatron_rl.orchestrator import control_app, listen, serving
 from megatron_rl.processes import Command, Nodes, ProcessError
 from megatron_rl.processes.addresses import AddressError, address_of_interface
 from megatron_rl.processes.agent import Agent, devices_here, own_address
+from megatron_rl.wire.client import OrchestratorGoneError
 from megatron_rl.wire.control import Status
 from megatron_rl.wire.nodes import NodeRequest, OrchestratorPlace, ProcessEnded, StopOrder
 
@@ -121,7 +122,7 @@ def test_an_agent_with_another_key_is_refused():
         async with serving(control_app(KEY, Nodes({}).handlers, lambda: Status(0, 0, {})), listener):
             await Agent("trainer", 0, place, "x" * 32, "127.0.0.1", ()).run()
 
-    with pytest.raises(ProcessError, match="/node: HTTP 401: .*this run's key"):
+    with pytest.raises(OrchestratorGoneError, match="/node: HTTP 401: .*this run's key"):
         asyncio.run(scene())
 
 

@@ -10,8 +10,9 @@ from starlette.routing import Route
 
 from megatron_rl.records import GroupResult, GroupTask
 from megatron_rl.rollouts import worker as worker_module
-from megatron_rl.rollouts.worker import OrchestratorGoneError, OrchestratorLink, Worker, main
+from megatron_rl.rollouts.worker import Worker, main
 from megatron_rl.wire.access import KEY_HEADER
+from megatron_rl.wire.client import AsyncControlClient, OrchestratorGoneError
 from megatron_rl.wire.control import Ack, GroupReport, WorkOrder, WorkRequest, decode, encode
 from tests.unit.inference.vllm.fake_vllm import serving
 
@@ -67,7 +68,7 @@ def reported(number):
 
 def run_worker(orchestrator: FakeOrchestrator, sampler: FakeSampler, **link):
     async def body(url):
-        connection = OrchestratorLink(url, "secret", retry_s=0.01, **link)
+        connection = AsyncControlClient(url, "secret", retry_s=0.01, **link)
         try:
             await asyncio.wait_for(Worker("w", sampler, connection).run(), 20)
         finally:
