@@ -49,9 +49,9 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     noise = torch.randn(1 << 20).to(torch.bfloat16)
 
     def values() -> Iterable[tuple[str, torch.Tensor]]:
-        for name, tensor in ParameterTable(config).hf_tensors.items():
-            count = torch.Size(tensor.shape).numel()
-            yield name, noise.repeat(-(-count // len(noise)))[:count].view(tensor.shape)
+        for name, shape in ParameterTable(config).hf_shapes.items():
+            count = torch.Size(shape).numel()
+            yield name, noise.repeat(-(-count // len(noise)))[:count].view(shape)
 
     write_hf_checkpoint(folder, values(), config, dtype=torch.bfloat16)
 
@@ -139,7 +139,7 @@ def bench(folder: Path, gib: float) -> dict[str, Any]:
 
     config = model_of(gib)
     write_model(folder / "hf", config)
-    largest = max(2 * _numel(tensor.shape) for tensor in ParameterTable(config).hf_tensors.values())
+    largest = max(2 * _numel(shape) for shape in ParameterTable(config).hf_shapes.values())
     result: dict[str, Any] = {
         "gib": sum(f.stat().st_size for f in files_of(folder / "hf")) / (1 << 30),
         "largest_tensor_bytes": largest,

@@ -12,12 +12,11 @@ from megatron_rl.conversion.carried import CarriedLayers
 from megatron_rl.conversion.convert import hf_to_megatron, megatron_to_hf
 from megatron_rl.conversion.errors import CheckpointError
 from megatron_rl.conversion.hf_reader import HfCheckpoint
-from megatron_rl.conversion.hf_writer import HfCheckpointWriter, policy_specs, write_hf_checkpoint
+from megatron_rl.conversion.hf_writer import HfCheckpointWriter, write_hf_checkpoint
 from megatron_rl.conversion.megatron_checkpoint import MegatronCheckpoint
 from megatron_rl.conversion.opening import open_checkpoint, table_of
 from megatron_rl.conversion.outgoing import QuantisedAs
 from megatron_rl.conversion.random_model import make_random_model, random_hf_tensors
-from megatron_rl.conversion.stored import TensorSpec
 from megatron_rl.conversion.streams import hf_tensors
 
 __all__ = [
@@ -27,13 +26,11 @@ __all__ = [
     "HfCheckpointWriter",
     "MegatronCheckpoint",
     "QuantisedAs",
-    "TensorSpec",
     "hf_tensors",
     "hf_to_megatron",
     "make_random_model",
     "megatron_to_hf",
     "open_checkpoint",
-    "policy_specs",
     "random_hf_tensors",
     "table_of",
     "write_hf_checkpoint",

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.conversion.errors import CheckpointError
-from megatron_rl.conversion.stored import StoredTensor, TensorSpec
+from megatron_rl.conversion.stored import ReadableTensor, StoredTensor
+from megatron_rl.wire.tensor_spec import TensorSpec
 
 _SCALE = "_scale_inv"
 """Of X.weight lies in X.weight_scale_inv; by its name an inverse, it is what the stored values are multiplied with."""
@@ -29,7 +30,7 @@ class BlockScaledTensor:
 
     @property
     def spec(self) -> TensorSpec:
-        return TensorSpec(self.weight.spec.shape, torch.bfloat16)
+        return TensorSpec(self.weight.spec.name, self.weight.spec.shape, "bfloat16")
 
     def map(self) -> Tensor:
         """The values; block row by block row, so that no fp32 copy of the whole matrix exists."""
@@ -44,15 +45,16 @@ class BlockScaledTensor:
 
 def dequantised(
     config: Mapping[str, Any], stored: Mapping[str, StoredTensor]
-) -> tuple[dict[str, Any], dict[str, StoredTensor | BlockScaledTensor]]:
+) -> tuple[dict[str, Any], dict[str, ReadableTensor]]:
     """Config and tensors of the same model in bf16; what is not block-scaled FP8 stays as it is."""
     quantisation = config.get("quantization_config") or {}
     if quantisation.get("quant_method") != "fp8" or not quantisation.get("weight_block_size"):
         return dict(config), dict(stored)
     block = tuple(quantisation["weight_block_size"])
-    problems, found = [], {}
+    problems: list[str] = []
+    found: dict[str, ReadableTensor] = {}
     for name, entry in stored.items():
-        if entry.spec.dtype is not torch.float8_e4m3fn:
+        if entry.spec.dtype != "float8_e4m3fn":
             if not name.endswith(_SCALE):
                 found[name] = entry
             continue

@@ -1,7 +1,7 @@
 """Layers for multi-token prediction that a run did not train, carried from the model that it began with into what it writes."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron_rl.conversion.megatron_checkpoint import MegatronCheckpoint
 from megatron_rl.conversion.opening import open_checkpoint
-from megatron_rl.conversion.stored import TensorSpec
 from megatron_rl.weight_mapping import ParameterTable
+from megatron_rl.wire.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class CarriedLayers:
         table = ParameterTable(source.config, with_mtp=True)
         names = table.mtp_names & source.specs.keys() - held.keys()
         copies = {copy: original for copy, original in table.mtp_copies.items() if copy in names}
-        specs = {name: held[copies[name]] if name in copies else source.specs[name] for name in sorted(names)}
+        specs = {name: replace(held[copies[name]], name=name) if name in copies else source.specs[name] for name in sorted(names)}
         return cls(source, specs, copies)
 
     def behind(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

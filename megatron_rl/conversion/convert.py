@@ -20,8 +20,8 @@ from megatron_rl.conversion.hf_writer import DEFAULT_SHARD_BYTES, HfCheckpointWr
 from megatron_rl.conversion.megatron_checkpoint import MegatronCheckpoint, MegatronCheckpointWriter
 from megatron_rl.conversion.opening import table_of
 from megatron_rl.conversion.outgoing import Outgoing, Plain, Quantised, QuantisedAs
-from megatron_rl.conversion.stored import TensorSpec
 from megatron_rl.weight_mapping import Parameter, ParameterTable
+from megatron_rl.wire.tensor_spec import DTYPE_BYTES, TensorSpec
 
 T = TypeVar("T")
 Report = Callable[[int, int], None]
@@ -42,7 +42,7 @@ def hf_to_megatron(
     specs = checkpoint.specs
     config = config_of_weights(checkpoint.config, _main_dtype(specs), specs)
     writer = MegatronCheckpointWriter(
-        out, config, {name: spec.dtype for name, spec in specs.items()}, assets_from=source, shard_bytes=shard_bytes,
+        out, config, specs, assets_from=source, shard_bytes=shard_bytes,
         fingerprint=_fingerprint(checkpoint.folder, specs, shard_bytes), resume=resume,
     )  # fmt: skip
     with writer:
@@ -112,12 +112,12 @@ def _rows(checkpoint: HfCheckpoint, parameter: Parameter) -> list[Tensor]:
 
 
 def _num_bytes(specs: dict[str, TensorSpec], parameter: Parameter) -> int:
-    return sum(prod(tensor.part_shape) * specs[tensor.name].dtype.itemsize for tensor in parameter.hf)
+    return sum(prod(slot.part_shape) * DTYPE_BYTES[specs[slot.name].dtype] for slot in parameter.hf)
 
 
-def _main_dtype(specs: dict[str, TensorSpec]) -> torch.dtype:
+def _main_dtype(specs: dict[str, TensorSpec]) -> str:
     """That of most elements."""
-    count: dict[torch.dtype, int] = {}
+    count: dict[str, int] = {}
     for spec in specs.values():
         count[spec.dtype] = count.get(spec.dtype, 0) + prod(spec.shape)
     if not count:
@@ -131,8 +131,9 @@ def _fingerprint(folder: Path, specs: Mapping[str, TensorSpec], shard_bytes: int
     content = [
         str(folder.resolve()),
         files,
-        {name: [*spec.shape, str(spec.dtype)] for name, spec in specs.items()},
+        {name: [*spec.shape, str(spec.torch_dtype)] for name, spec in specs.items()},
         shard_bytes,
-        repr(quantise),
+        # As earlier versions wrote it, so that --resume finds a conversion that they began.
+        repr(quantise).replace("(stored_as=", "(layout=", 1),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -7,17 +7,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megatron_rl.conversion.block_scaled import BlockScaledTensor, dequantised
+from megatron_rl.conversion.block_scaled import dequantised
 from megatron_rl.conversion.errors import CheckpointError, NameReport
 from megatron_rl.conversion.model_files import read_config, read_json
-from megatron_rl.conversion.nvfp4_stored import Nvfp4StoredTensor, dequantised_nvfp4
+from megatron_rl.conversion.nvfp4_stored import dequantised_nvfp4
 from megatron_rl.conversion.safetensors_format import read_header
-from megatron_rl.conversion.stored import StoredTensor, TensorSpec
+from megatron_rl.conversion.stored import ReadableTensor, StoredTensor
 from megatron_rl.weight_mapping import ParameterTable
+from megatron_rl.wire.tensor_spec import TensorSpec
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class HfCheckpoint(Mapping[str, Tensor]):
@@ -26,9 +27,7 @@ class HfCheckpoint(Mapping[str, Tensor]):
     Block-scaled FP8 and NVFP4 weights are dequantised at each access.
     """
 
-    def __init__(
-        self, folder: Path, config: dict[str, Any], stored: dict[str, StoredTensor | BlockScaledTensor | Nvfp4StoredTensor]
-    ) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], stored: dict[str, ReadableTensor]) -> None:
         self.folder = folder
         self.config = config
         """config.json as it is, but for the quantisation of weights that are read in bf16."""
@@ -72,7 +71,7 @@ class HfCheckpoint(Mapping[str, Tensor]):
         """CheckpointError, with all that is missing, left over, or of a wrong shape or dtype, unless it is exactly the
         table's model. Reads headers only, except for the copy of a tied output layer, which has to be a copy."""
         tied = {copy: source for copy, source in table.tied.items() if copy in self.stored}
-        expected = {tensor.name: tensor.shape for tensor in table.hf_tensors.values()}
+        expected = dict(table.hf_shapes)
         expected |= {copy: expected[source] for copy, source in tied.items()}
         report = NameReport(expected, self.stored.keys() - table.optional_names)
         for name in expected.keys() & self.stored.keys():

@@ -15,9 +15,10 @@ from megatron_rl.conversion.hf_reader import INDEX_FILE, SINGLE_FILE
 from megatron_rl.conversion.model_files import write_json, write_model_files
 from megatron_rl.conversion.partial_folder import PartialFolder
 from megatron_rl.conversion.safetensors_format import plan_file
-from megatron_rl.conversion.stored import StoredTensor, TensorSpec
+from megatron_rl.conversion.stored import StoredTensor
 from megatron_rl.weight_mapping import FAMILIES, ParameterTable
 from megatron_rl.weight_mapping.errors import nearest
+from megatron_rl.wire.tensor_spec import TensorSpec, dtype_name
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -38,31 +39,26 @@ def write_hf_checkpoint(
     """Write `tensors` (Hugging Face names, any order) to a new folder that transformers and vLLM can load.
 
     dtype: of the weights, and what config.json will say; tensors of another dtype are cast.
-    specs: the names, shapes and dtypes to expect; by default `policy_specs`. Without layers for multi-token prediction among them
+    specs: the names, shapes and dtypes to expect; by default those of the config's model, without layers for multi-token prediction. Without layers for multi-token prediction among them
     config.json promises none.
     assets_from: model folder whose tokenizer, chat template and generation config are copied.
     shard_bytes: limit for one file, exceeded only by a tensor that is larger by itself.
 
     CheckpointError, and no folder, when a tensor is missing, unknown, repeated or of a wrong shape, or the folder exists.
     """
-    specs = policy_specs(ParameterTable(config), dtype) if specs is None else specs
-    config = config_of_weights(config, dtype, specs)
+    specs = ParameterTable(config).hf_specs(dtype) if specs is None else specs
+    config = config_of_weights(config, dtype_name(dtype), specs)
     with HfCheckpointWriter(folder, specs, config, assets_from=assets_from, shard_bytes=shard_bytes) as writer:
         for name, tensor in tensors:
             writer.write(name, tensor)
 
 
-def policy_specs(table: ParameterTable, dtype: torch.dtype) -> dict[str, TensorSpec]:
-    """The table's tensors, all in `dtype` but for those that the table keeps in fp32."""
-    return {name: TensorSpec(tensor.shape, tensor.dtype or dtype) for name, tensor in table.hf_tensors.items()}
-
-
-def config_of_weights(config: Mapping[str, Any], dtype: torch.dtype, names: Iterable[str]) -> dict[str, Any]:
+def config_of_weights(config: Mapping[str, Any], dtype: str, names: Iterable[str]) -> dict[str, Any]:
     """The config of a checkpoint of these tensors, whose weights are `dtype`; without layers for multi-token prediction among them it must
     not promise any."""
     written_out = FAMILIES[config["model_type"]].written_out if config.get("model_type") in FAMILIES else {}
     kept = {**written_out, **{key: value for key, value in config.items() if key != "torch_dtype"}}
-    kept["dtype"] = str(dtype).removeprefix("torch.")
+    kept["dtype"] = dtype
     promised = [key for key in ("num_nextn_predict_layers", "num_mtp_layers") if kept.get(key)]
     if promised and ParameterTable(config).mtp_names.isdisjoint(names):
         kept |= dict.fromkeys(promised, 0)
@@ -120,7 +116,7 @@ class HfCheckpointWriter:
             raise CheckpointError(f"{name} has shape {list(tensor.shape)}, expected {list(place.spec.shape)}")
         if name not in self._left.get(place.file, ()):
             raise CheckpointError(f"{name} was written twice")
-        flat = tensor.detach().to("cpu", place.spec.dtype).contiguous().flatten()
+        flat = tensor.detach().to("cpu", place.spec.torch_dtype).contiguous().flatten()
         _write_all(self._files[place.file], memoryview(flat.view(torch.uint8).numpy()), place.start)
         self._left[place.file].remove(name)
         if not self._left[place.file]:

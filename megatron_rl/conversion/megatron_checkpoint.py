@@ -2,21 +2,20 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from megatron_rl.conversion.errors import CheckpointError, NameReport
 from megatron_rl.conversion.hf_writer import DEFAULT_SHARD_BYTES, cut
 from megatron_rl.conversion.model_files import read_config, write_model_files
 from megatron_rl.conversion.partial_folder import PartialFolder
-from megatron_rl.conversion.stored import TensorSpec
 from megatron_rl.conversion.torch_dist import SEAL, ArchiveFile, StoredArray, Written, read_torch_dist, write_metadata
 from megatron_rl.weight_mapping import CHECKPOINT, Assembly, Parameter, ParameterTable
+from megatron_rl.wire.tensor_spec import TensorSpec, dtype_name
 
 _ENGINE = "engine"
 """Where the checkpoint of a run keeps the trainer's part."""
@@ -69,11 +68,11 @@ class MegatronCheckpoint(Mapping[str, Tensor]):
     def specs(self) -> dict[str, TensorSpec]:
         """Of every tensor, without reading it."""
         found = {
-            tensor.name: TensorSpec(tensor.shape, self._arrays[checkpoint_key(parameter)].dtype)
+            slot.name: TensorSpec(slot.name, slot.shape, dtype_name(self._arrays[checkpoint_key(parameter)].dtype))
             for parameter in self._table.parameters
-            for tensor in parameter.hf
+            for slot in parameter.hf
         }
-        return found | {copy: found[source] for copy, source in self._table.mtp_copies.items()}
+        return found | {copy: replace(found[source], name=copy) for copy, source in self._table.mtp_copies.items()}
 
     def check(self, table: ParameterTable) -> None:
         """CheckpointError with all that is missing, left over or of a wrong shape, unless it is the table's model.
@@ -112,13 +111,13 @@ class MegatronCheckpoint(Mapping[str, Tensor]):
         return self._last[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._table.hf_tensors)
+        return iter(self._table.hf_shapes)
 
     def __len__(self) -> int:
-        return len(self._table.hf_tensors)
+        return len(self._table.hf_shapes)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._table.hf_tensors
+        return name in self._table.hf_shapes
 
 
 def _stored_shape(parameter: Parameter, num_experts: int) -> tuple[int, ...]:
@@ -135,7 +134,7 @@ class MegatronCheckpointWriter:
         self,
         folder: str | Path,
         config: Mapping[str, Any],
-        dtypes: Mapping[str, torch.dtype],
+        hf_specs: Mapping[str, TensorSpec],
         *,
         assets_from: Path | None = None,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
@@ -144,9 +143,9 @@ class MegatronCheckpointWriter:
     ) -> None:
         self._folder, self._config, self._assets_from = Path(folder), dict(config), assets_from
         self._fingerprint, self._resume = fingerprint, resume
-        self.table = ParameterTable(config, naming=CHECKPOINT, with_mtp=bool(ParameterTable(config).mtp_names & dtypes.keys()))
+        self.table = ParameterTable(config, naming=CHECKPOINT, with_mtp=bool(ParameterTable(config).mtp_names & hf_specs.keys()))
         self._parameters = {parameter.name: parameter for parameter in self.table.parameters}
-        specs = {name: _spec(parameter, dtypes) for name, parameter in self._parameters.items()}
+        specs = {name: _spec(parameter, hf_specs) for name, parameter in self._parameters.items()}
         self._files = {f"__0_{number}.distcp": list(group) for number, group in enumerate(cut(specs, shard_bytes))}
         self._file: ArchiveFile | None = None
 
@@ -211,13 +210,14 @@ class MegatronCheckpointWriter:
         self._partial.publish()
 
 
-def _spec(parameter: Parameter, dtypes: Mapping[str, torch.dtype]) -> TensorSpec:
-    found = {dtypes[tensor.name] for tensor in parameter.hf}
-    if len(found) > 1:
+def _spec(parameter: Parameter, hf_specs: Mapping[str, TensorSpec]) -> TensorSpec:
+    dtypes = sorted({hf_specs[slot.name].dtype for slot in parameter.hf})
+    if len(dtypes) > 1:
         raise CheckpointError(
-            f"{', '.join(tensor.name for tensor in parameter.hf)} are one tensor in Megatron, but of dtypes {found}"
+            f"{', '.join(slot.name for slot in parameter.hf)} have dtypes {' and '.join(dtypes)}, but Megatron holds them in one tensor; "
+            "convert them to one dtype"
         )
-    return TensorSpec(parameter.shape, found.pop())
+    return TensorSpec(parameter.name, parameter.shape, dtypes[0])
 
 
 def is_megatron_checkpoint(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""NVFP4 weights in ModelOpt's or compressed-tensors' layout: read as the values that they stand for."""
+"""NVFP4 weights in the format of ModelOpt or compressed-tensors, read as the values that they stand for."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,74 +9,89 @@ import torch
 from torch import Tensor
 
 from megatron_rl.conversion.errors import CheckpointError
-from megatron_rl.conversion.stored import StoredTensor, TensorSpec
-from megatron_rl.precision import BLOCK, LAYOUTS, CheckpointFormat, dequantise
+from megatron_rl.conversion.stored import ReadableTensor, StoredTensor
+from megatron_rl.precision import BLOCK, FORMATS, CheckpointFormat, dequantise
+from megatron_rl.wire.tensor_spec import TensorSpec, dtype_name
 
 
 @dataclass(frozen=True)
 class Nvfp4StoredTensor:
     """A matrix [outputs, inputs]; its values are computed in fp32 at each access and rounded once, to `dtype`."""
 
+    name: str
     packed: StoredTensor
     block_scales: StoredTensor
     global_scale: StoredTensor
-    layout: type[CheckpointFormat]
+    format: type[CheckpointFormat]
     dtype: torch.dtype
 
     @property
     def file(self) -> Path:
+        """That of the packed values."""
         return self.packed.file
 
     @property
     def spec(self) -> TensorSpec:
+        """Of the dequantised matrix."""
         outputs, half = self.packed.spec.shape
-        return TensorSpec((outputs, 2 * half), self.dtype)
+        return TensorSpec(self.name, (outputs, 2 * half), dtype_name(self.dtype))
 
     def map(self) -> Tensor:
-        return dequantise(self.layout.read(self.packed.map(), self.block_scales.map(), self.global_scale.map()), self.dtype)
+        """The dequantised values."""
+        return dequantise(self.format.read(self.packed.map(), self.block_scales.map(), self.global_scale.map()), self.dtype)
 
 
-def dequantised_nvfp4(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> tuple[dict[str, Any], dict[str, Any]]:
+def dequantised_nvfp4(
+    config: Mapping[str, Any], stored: Mapping[str, ReadableTensor]
+) -> tuple[dict[str, Any], dict[str, ReadableTensor]]:
     """Config and tensors of the same model in its own dtype; what is not NVFP4 stays as it is.
 
-    Global scales of activations, which say how a server rounds its inputs and belong to no weight, are left out.
+    Global scales of activations, by which a server quantises its inputs, belong to no weight and are left out.
+
+    Raises:
+        CheckpointError: A quantised weight lacks a tensor, or one has a wrong shape or dtype.
     """
-    layout = next((found for found in LAYOUTS.values() if _modules(stored, found)), None)
-    if layout is None:
+    plain = {name: entry for name, entry in stored.items() if isinstance(entry, StoredTensor)}
+    stored_as = next((found for found in FORMATS.values() if _modules(plain, found)), None)
+    if stored_as is None:
         return dict(config), dict(stored)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"))
     kept, problems = dict(stored), []
-    for module in _modules(stored, layout):
-        parts = [kept.pop(f"{module}.{part}", None) for part in (layout.packed, layout.block_scales, layout.global_scale)]
-        kept.pop(f"{module}.{layout.input_scale}", None)
-        problems += (wrong := _wrong(module, parts, layout))
+    for module in _modules(plain, stored_as):
+        parts = {f"{module}.{part}": plain.get(f"{module}.{part}") for part in _parts(stored_as)}
+        for name in (*parts, f"{module}.{stored_as.input_scale}"):
+            kept.pop(name, None)
+        wrong = [f"{name} is missing" for name, part in parts.items() if part is None]
         if not wrong:
-            kept[f"{module}.weight"] = Nvfp4StoredTensor(*parts, layout, dtype)
+            packed, block_scales, global_scale = (part for part in parts.values() if part is not None)
+            wrong = _wrong(packed.spec, block_scales.spec, global_scale.spec)
+            name = f"{module}.weight"
+            kept[name] = Nvfp4StoredTensor(name, packed, block_scales, global_scale, stored_as, dtype)
+        problems += wrong
     if problems:
-        raise CheckpointError("NVFP4 weights that are not whole:\n  " + "\n  ".join(problems))
+        raise CheckpointError("incomplete or wrong NVFP4 weights; fetch the checkpoint again:\n  " + "\n  ".join(problems))
     return {key: value for key, value in config.items() if key != "quantization_config"}, kept
 
 
-def _modules(stored: Mapping[str, StoredTensor], layout: type[CheckpointFormat]) -> list[str]:
-    ending = "." + layout.global_scale
+def _parts(stored_as: type[CheckpointFormat]) -> tuple[str, str, str]:
+    return stored_as.packed, stored_as.block_scales, stored_as.global_scale
+
+
+def _modules(stored: Mapping[str, StoredTensor], stored_as: type[CheckpointFormat]) -> list[str]:
+    ending = "." + stored_as.global_scale
     return [name.removesuffix(ending) for name in stored if name.endswith(ending)]
 
 
-def _wrong(module: str, parts: list[StoredTensor | None], layout: type[CheckpointFormat]) -> list[str]:
-    names = [f"{module}.{part}" for part in (layout.packed, layout.block_scales, layout.global_scale)]
-    missing = [f"{name} is missing" for name, part in zip(names, parts, strict=True) if part is None]
-    if missing:
-        return missing
-    packed, scales, scale = (part.spec for part in parts if part)
-    if packed.dtype is not torch.uint8 or len(packed.shape) != 2:
-        return [f"{names[0]} is {packed.dtype} {list(packed.shape)}, expected uint8 [outputs, inputs / 2]"]
+def _wrong(packed: TensorSpec, block_scales: TensorSpec, global_scale: TensorSpec) -> list[str]:
+    if packed.dtype != "uint8" or len(packed.shape) != 2:
+        return [f"{packed.name} is {packed.dtype} {list(packed.shape)}, expected uint8 [outputs, inputs / 2]"]
     outputs, half = packed.shape
-    expected = TensorSpec((outputs, 2 * half // BLOCK), torch.float8_e4m3fn)
-    problems = (
-        []
-        if scales == expected
-        else [f"{names[1]} is {scales.dtype} {list(scales.shape)}, expected float8_e4m3fn {list(expected.shape)}"]
-    )
-    if scale.num_bytes != 4 or scale.dtype is not torch.float32:
-        problems.append(f"{names[2]} is {scale.dtype} {list(scale.shape)}, expected one float32")
+    expected = TensorSpec(block_scales.name, (outputs, 2 * half // BLOCK), "float8_e4m3fn")
+    problems = []
+    if block_scales != expected:
+        problems.append(
+            f"{block_scales.name} is {block_scales.dtype} {list(block_scales.shape)}, expected {expected.dtype} {list(expected.shape)}"
+        )
+    if global_scale.num_bytes != 4 or global_scale.dtype != "float32":
+        problems.append(f"{global_scale.name} is {global_scale.dtype} {list(global_scale.shape)}, expected one float32")
     return problems

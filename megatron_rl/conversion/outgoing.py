@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megatron_rl.conversion.carried import CompletedCheckpoint
 from megatron_rl.conversion.errors import CheckpointError
-from megatron_rl.conversion.stored import TensorSpec
 from megatron_rl.precision import CheckpointFormat, Selection, amax_of
 from megatron_rl.weight_mapping import ParameterTable, Role
+from megatron_rl.wire.tensor_spec import TensorSpec
 
 
 class Outgoing(Protocol):
@@ -43,11 +43,13 @@ class Plain:
 
 @dataclass(frozen=True)
 class QuantisedAs:
-    """modules, exclude: as the configuration's [precision] has them."""
+    """What an exported checkpoint quantises, and in which format it stores it."""
 
-    layout: CheckpointFormat
+    stored_as: CheckpointFormat
     modules: Sequence[str] = ("attention", "mlp", "experts")
+    """As [precision] modules."""
     exclude: Sequence[str] = ()
+    """As [precision] exclude."""
 
 
 class Quantised:
@@ -58,7 +60,7 @@ class Quantised:
     """
 
     def __init__(self, checkpoint: CompletedCheckpoint, wanted: QuantisedAs) -> None:
-        self._checkpoint, self._layout = checkpoint, wanted.layout
+        self._checkpoint, self._stored_as = checkpoint, wanted.stored_as
         selection = Selection(ParameterTable(checkpoint.config), wanted.modules, wanted.exclude)
         self._group_of = selection.group_of
         self._members: dict[str, list[str]] = {group: [] for group in selection.groups}
@@ -68,11 +70,11 @@ class Quantised:
         self._sources: dict[str, str] = {}
         self.specs: dict[str, TensorSpec] = {}
         for source, spec in checkpoint.specs.items():
-            found = wanted.layout.specs(source, spec.shape) if source in self._group_of else [(source, spec.shape, spec.dtype)]
-            self.specs |= {name: TensorSpec(shape, dtype) for name, shape, dtype in found}
-            self._sources |= {name: source for name, _, _ in found}
+            made = wanted.stored_as.specs(source, spec.shape) if source in self._group_of else [spec]
+            self.specs |= {part.name: part for part in made}
+            self._sources |= {part.name: source for part in made}
         table = ParameterTable(checkpoint.config, with_mtp=checkpoint.with_mtp)
-        self.config = {"quantization_config": wanted.layout.config(*left_out(table, selection))}
+        self.config = {"quantization_config": wanted.stored_as.config(*left_out(table, selection))}
 
     def source_of(self, name: str) -> str:
         return self._sources[name]
@@ -80,7 +82,7 @@ class Quantised:
     def read(self, source: str) -> Mapping[str, Tensor]:
         if source not in self._group_of:
             return {source: self._checkpoint[source].clone(memory_format=torch.contiguous_format)}
-        return self._layout.tensors(source, self._checkpoint[source], self._amax(self._group_of[source]))
+        return self._stored_as.tensors(source, self._checkpoint[source], self._amax(self._group_of[source]))
 
     def _amax(self, group: str) -> Tensor:
         if group not in self._amaxes:

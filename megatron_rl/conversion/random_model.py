@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl.conversion.character_tokenizer import SPECIAL_TOKENS, save_character_tokenizer
 from megatron_rl.conversion.errors import CheckpointError
-from megatron_rl.conversion.hf_writer import policy_specs, write_hf_checkpoint
+from megatron_rl.conversion.hf_writer import write_hf_checkpoint
 from megatron_rl.weight_mapping import ParameterTable, Role, family_of
 
 _CONSTANT = {Role.NORM: 1.0, Role.BIAS: 0.0, Role.SELECTION_BIAS: 0.0}
@@ -37,24 +37,24 @@ def make_random_model(
             config |= _character_assets(Path(assets), hf_config)
         table = ParameterTable(config, with_mtp=True)
         weights = random_hf_tensors(table, seed, pad_token_id=config.get("pad_token_id"))
-        write_hf_checkpoint(folder, weights, config, dtype=dtype, specs=policy_specs(table, dtype), assets_from=assets)
+        write_hf_checkpoint(folder, weights, config, dtype=dtype, specs=table.hf_specs(dtype), assets_from=assets)
 
 
 def random_hf_tensors(table: ParameterTable, seed: int, pad_token_id: int | None = None) -> Iterator[tuple[str, Tensor]]:
     """fp32 weights: normal with the config's `initializer_range`, norms 1, biases 0, the embedding of the padding token 0."""
     std = table.architecture.initializer_range
-    for tensor in table.hf_tensors.values():
-        role = table.by_hf_name(tensor.name)[0].role
+    for name, shape in table.hf_shapes.items():
+        role = table.by_hf_name(name)[0].role
         if role in _CONSTANT:
-            yield tensor.name, torch.full(tensor.shape, _CONSTANT[role])
+            yield name, torch.full(shape, _CONSTANT[role])
             continue
         # Seeded by name, so that a tensor does not depend on which others are drawn, or in which order.
-        digest = hashlib.sha256(f"{seed}/{tensor.name}".encode()).digest()
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        values = torch.randn(tensor.shape, generator=generator).mul_(std)
+        values = torch.randn(shape, generator=generator).mul_(std)
         if role is Role.EMBEDDING and pad_token_id is not None:
             values[pad_token_id] = 0
-        yield tensor.name, values
+        yield name, values
 
 
 def _character_assets(folder: Path, hf_config: Mapping[str, Any]) -> dict[str, int]:

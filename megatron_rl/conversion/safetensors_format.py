@@ -8,24 +8,23 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from megatron_rl.conversion.errors import CheckpointError
-from megatron_rl.conversion.stored import StoredTensor, TensorSpec
+from megatron_rl.conversion.stored import StoredTensor
+from megatron_rl.wire.tensor_spec import DTYPE_BYTES, TensorSpec
 
 _DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
@@ -52,7 +51,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def _stored(file: Path, name: str, entry: Mapping, base: int, size: int) -> StoredTensor:
     if entry["dtype"] not in _DTYPES:
         raise CheckpointError(f"{file}: {name} has dtype {entry['dtype']}; readable are {', '.join(_DTYPES)}")
-    spec = TensorSpec(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+    spec = TensorSpec(name, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
     start, end = (base + offset for offset in entry["data_offsets"])
     if end > size or end - start != spec.num_bytes:
         raise CheckpointError(
@@ -65,7 +64,7 @@ def _stored(file: Path, name: str, entry: Mapping, base: int, size: int) -> Stor
 def plan_file(file: Path, specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, StoredTensor]]:
     """Header of a file that is going to hold `specs`, and where each tensor's bytes belong."""
     # Wide elements first, so that every tensor starts at a multiple of its element size.
-    order = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
+    order = sorted(specs, key=lambda name: -DTYPE_BYTES[specs[name].dtype])
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in order:

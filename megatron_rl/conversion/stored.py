@@ -1,41 +1,50 @@
-"""Tensors at known places in files: their bytes are mapped, and read when they are touched."""
+"""Tensors at known places in files: their bytes are memory-mapped, and read when they are touched."""
 
 import mmap
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What a tensor will look like, without its values."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+from megatron_rl.wire.tensor_spec import DTYPE_BYTES, TensorSpec
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's place in a file; `start` is its first byte, counted from the beginning of the file."""
+    """A tensor in a file."""
 
     file: Path
     spec: TensorSpec
     start: int
+    """Its first byte, counted from the beginning of the file."""
 
     def map(self) -> Tensor:
         """Its bytes, mapped: a slice touches only its own, and they leave memory with the tensor. Writing to it changes neither
         the file nor what the next mapping holds."""
         if self.spec.num_bytes == 0:
-            return torch.empty(self.spec.shape, dtype=self.spec.dtype)
+            return torch.empty(self.spec.shape, dtype=self.spec.torch_dtype)
         pages, offset = map_bytes(self.file, self.start, self.spec.num_bytes)
         return tensor_in(pages, offset, self.spec)
+
+
+class ReadableTensor(Protocol):
+    """A tensor of a checkpoint folder, as it is stored or dequantised as it is read."""
+
+    @property
+    def file(self) -> Path:
+        """The file that holds it (of a quantised tensor: its weights)."""
+        ...
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Known from headers alone."""
+        ...
+
+    def map(self) -> Tensor:
+        """Its values."""
+        ...
 
 
 def map_bytes(file: Path, start: int, num_bytes: int) -> tuple[mmap.mmap, int]:
@@ -52,7 +61,7 @@ def map_bytes(file: Path, start: int, num_bytes: int) -> tuple[mmap.mmap, int]:
 def tensor_in(pages: mmap.mmap, offset: int, spec: TensorSpec) -> Tensor:
     """The tensor whose bytes begin at `offset` of a mapping."""
     found = torch.frombuffer(pages, dtype=torch.uint8, offset=offset, count=spec.num_bytes)
-    if offset % spec.dtype.itemsize:
+    if offset % DTYPE_BYTES[spec.dtype]:
         # Files by other writers need not be aligned; a typed view has to be.
         found = found.clone()
-    return found.view(spec.dtype).view(spec.shape)
+    return found.view(spec.torch_dtype).view(spec.shape)

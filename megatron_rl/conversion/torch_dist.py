@@ -30,8 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.utils.serialization import config as serialization
 
 from megatron_rl.conversion.errors import CheckpointError
-from megatron_rl.conversion.stored import TensorSpec, map_bytes, tensor_in
+from megatron_rl.conversion.stored import map_bytes, tensor_in
 from megatron_rl.engine.stored_metadata import MetadataError, read_metadata
+from megatron_rl.wire.tensor_spec import TensorSpec, dtype_name
 
 SEAL = "metadata.json"
 """A folder without it is not whole."""
@@ -44,26 +45,36 @@ _ALIGNMENT = 64
 class Chunk:
     """A box of a global tensor, and the archive that holds it."""
 
+    key: str
+    """Of the global tensor."""
     offsets: tuple[int, ...]
-    spec: TensorSpec
+    """Where the box begins in the global tensor."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     file: Path
     start: int
+    """First byte of the archive in the file."""
     length: int
+    """Bytes of the archive."""
 
     def map(self) -> Tensor:
         """Its values, mapped from the file."""
-        pages, offset = map_bytes(self.file, self.start, self.length)
-        del offset  # zipfile finds the archive behind whatever precedes it in the mapping
-        with zipfile.ZipFile(pages) as archive:  # type: ignore[arg-type]
+        spec = TensorSpec(self.key, self.shape, dtype_name(self.dtype))
+        pages, _ = map_bytes(self.file, self.start, self.length)
+        # zipfile finds the archive after whatever precedes it in the mapping.
+        with zipfile.ZipFile(pages) as archive:  # type: ignore[call-overload] - a mapping reads, seeks and tells
             data = [entry for entry in archive.infolist() if "/data/" in entry.filename]
-        if len(data) != 1 or data[0].file_size != self.spec.num_bytes or data[0].compress_type != zipfile.ZIP_STORED:
-            raise CheckpointError(f"{self.file}: the archive at byte {self.start} does not hold one tensor of {self.spec}")
+        if len(data) != 1 or data[0].file_size != spec.num_bytes or data[0].compress_type != zipfile.ZIP_STORED:
+            raise CheckpointError(
+                f"{self.file}: the archive at byte {self.start} does not hold one {spec.dtype} tensor of shape {list(spec.shape)} "
+                f"({self.key}); the file is damaged, copy it again"
+            )
         # Local header: 30 bytes, the last four of which are the lengths of the name and of the extra field behind it.
         header = data[0].header_offset
         lengths = int.from_bytes(pages[header + 26 : header + 28], "little") + int.from_bytes(
             pages[header + 28 : header + 30], "little"
         )
-        return tensor_in(pages, header + 30 + lengths, self.spec)
+        return tensor_in(pages, header + 30 + lengths, spec)
 
 
 @dataclass(frozen=True)
@@ -78,19 +89,19 @@ class StoredArray:
         """The tensor at `index` of the leading dimensions: mapped where one chunk is all of it, put together otherwise."""
         first, shape = len(index), self.shape[len(index) :]
         inside = [chunk for chunk in self.chunks if _holds(chunk, index)]
-        if len(inside) == 1 and inside[0].spec.shape[first:] == shape:
+        if len(inside) == 1 and inside[0].shape[first:] == shape:
             return _at(inside[0], index)
         full = torch.empty(shape, dtype=self.dtype)
         for chunk in inside:
-            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets[first:], chunk.spec.shape[first:], strict=True))
+            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets[first:], chunk.shape[first:], strict=True))
             full[box] = _at(chunk, index)
-        if sum(torch.Size(chunk.spec.shape[first:]).numel() for chunk in inside) != full.numel():
+        if sum(torch.Size(chunk.shape[first:]).numel() for chunk in inside) != full.numel():
             raise CheckpointError(f"the chunks of a tensor of shape {list(self.shape)} do not cover it once")
         return full
 
 
 def _holds(chunk: Chunk, index: Sequence[int]) -> bool:
-    return all(o <= i < o + n for i, o, n in zip(index, chunk.offsets, chunk.spec.shape))
+    return all(o <= i < o + n for i, o, n in zip(index, chunk.offsets, chunk.shape))
 
 
 def _at(chunk: Chunk, index: Sequence[int]) -> Tensor:
@@ -125,8 +136,8 @@ def _chunks(folder: Path, key: str, entry: TensorStorageMetadata, metadata: Meta
             raise CheckpointError(f"{folder}: nothing says where the part of {key} at {list(chunk.offsets)} lies")
         if place.transform_descriptors:
             raise CheckpointError(f"{folder}: {key} is stored through {place.transform_descriptors}, which cannot be read")
-        spec = TensorSpec(tuple(chunk.sizes), entry.properties.dtype)
-        yield Chunk(tuple(chunk.offsets), spec, folder / place.relative_path, place.offset, place.length)
+        file, dtype = folder / place.relative_path, entry.properties.dtype
+        yield Chunk(key, tuple(chunk.offsets), tuple(chunk.sizes), dtype, file, place.offset, place.length)
 
 
 @dataclass(frozen=True)
@@ -156,7 +167,7 @@ class ArchiveFile:
         start = self._stream.tell()
         with serialization.patch({"save.compute_crc32": False}):  # nobody reads it
             torch.save(tensor, self._stream)
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         self.written.append(Written(key, tuple(offsets), tuple(tensor.shape), dtype, start, self._stream.tell() - start))
 
     def add_empty_objects(self, keys: Iterable[str]) -> None:

@@ -33,7 +33,7 @@ from megatron_rl.engine.timers import Clock
 from megatron_rl.engine.weight_export import HfTensors
 from megatron_rl.metrics import Metric, merge
 from megatron_rl.objective import Denominators, Measured
-from megatron_rl.precision import selection_of, wire_layout
+from megatron_rl.precision import selection_of, wire_format
 from megatron_rl.weight_mapping import HeldParameter, ParameterTable, Placement
 
 Weights = dict[tuple[int, str], Tensor]
@@ -234,8 +234,8 @@ class Engine:
         tensors = self.hf_tensors().without(self.table.mtp_names)
         if self.config.precision.rollouts == "full":
             return tensors
-        layout = wire_layout(self.config.precision, own_layers=self.config.servers_have_nvfp4_layers)
-        return Nvfp4Tensors(tensors, self._quantiser, layout)
+        stored_as = wire_format(self.config.precision, own_layers=self.config.servers_have_nvfp4_layers)
+        return Nvfp4Tensors(tensors, self._quantiser, stored_as)
 
     def full_gradients(self, microbatches: Sequence[Microbatch], loss: Loss, denominators: Denominators) -> HfTensors:
         """Gradients of the step's loss, fp32, under Hugging Face names, gathered to rank 0 as they are iterated. No update is

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.config.sections import Precision
 from megatron_rl.engine.errors import UnsupportedModelError
-from megatron_rl.engine.weight_export import HfTensors, TensorInfo
+from megatron_rl.engine.weight_export import HfTensors
 from megatron_rl.precision import (
     CheckpointFormat,
     QuantisationError,
@@ -26,6 +26,7 @@ from megatron_rl.precision import (
     quantised_stream,
 )
 from megatron_rl.weight_mapping import HeldParameter
+from megatron_rl.wire.tensor_spec import TensorSpec
 
 
 class PolicyQuantiser:
@@ -89,23 +90,21 @@ class Nvfp4Tensors:
     """The policy under Hugging Face names as HfTensors gives it, quantised matrices as the tensors of a layout; iterating is a
     collective. They are quantised as they pass, from the whole matrices: what the ranks' passes see, to the last bit."""
 
-    def __init__(self, tensors: HfTensors, quantiser: PolicyQuantiser, layout: CheckpointFormat) -> None:
-        self._tensors, self._quantiser, self._layout = tensors, quantiser, layout
+    def __init__(self, tensors: HfTensors, quantiser: PolicyQuantiser, stored_as: CheckpointFormat) -> None:
+        self._tensors, self._quantiser, self._stored_as = tensors, quantiser, stored_as
 
     @property
-    def metadata(self) -> list[TensorInfo]:
+    def specs(self) -> list[TensorSpec]:
         """Known on every rank, without communication."""
         quantised = self._quantiser.selection.group_of
         return [
-            found
-            for info in self._tensors.metadata
-            for found in (
-                [TensorInfo(*spec) for spec in self._layout.specs(info.name, info.shape)] if info.name in quantised else [info]
-            )
+            stored
+            for spec in self._tensors.specs
+            for stored in (self._stored_as.specs(spec.name, spec.shape) if spec.name in quantised else [spec])
         ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
-        yield from quantised_stream(self._tensors, self._quantiser.selection.group_of, self._quantiser.amaxes(), self._layout)
+        yield from quantised_stream(self._tensors, self._quantiser.selection.group_of, self._quantiser.amaxes(), self._stored_as)
 
 
 class _StraightThrough(torch.autograd.Function):

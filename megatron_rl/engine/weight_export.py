@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Self
 
@@ -11,17 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.weight_mapping import Assembly, HeldParameter, Parameter, Placement, names_completed_by
+from megatron_rl.wire.tensor_spec import TensorSpec
 
 _BUCKET_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What is known of a tensor before it is there."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class HfTensors:
@@ -50,16 +41,13 @@ class HfTensors:
         return fewer
 
     @property
-    def metadata(self) -> list[TensorInfo]:
+    def specs(self) -> list[TensorSpec]:
         """Known on every rank, without communication."""
-        return [
-            TensorInfo(tensor.name, tensor.shape, tensor.dtype or self._dtype)
-            for tensor in self._placement.table.hf_tensors.values()
-            if tensor.name not in self._left_out
-        ]
+        specs = self._placement.table.hf_specs(self._dtype)
+        return [spec for name, spec in specs.items() if name not in self._left_out]
 
     def __len__(self) -> int:
-        return len(self._placement.table.hf_tensors.keys() - self._left_out)
+        return len(self._placement.table.hf_shapes.keys() - self._left_out)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
         assembly = Assembly()

@@ -53,18 +53,18 @@ class RandomWeights(Mapping[str, Tensor]):
     """Made when they are asked for, so that the model's own memory is all that there is of it."""
 
     def __init__(self, table: ParameterTable) -> None:
-        self._tensors = table.hf_tensors
+        self._shapes = table.hf_shapes
 
     def __getitem__(self, name: str) -> Tensor:
         generator = torch.Generator().manual_seed(len(name))
-        shape = self._tensors[name].shape
+        shape = self._shapes[name]
         return torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * _WEIGHT_STD
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._shapes)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._shapes)
 
 
 def measure(rank: int, config: Config, num_sequences: int, prompt_tokens: int, response_tokens: int) -> RankMeasurement:

@@ -5,7 +5,7 @@ quantised = quantise(matrix, amax)              # packed bytes, block scales, gl
 dequantise(quantised), fake_quantise(matrix, amax)    # the same values, to the last bit
 """
 
-from megatron_rl.precision.checkpoint import LAYOUTS, CheckpointFormat, format_named, stored_format
+from megatron_rl.precision.checkpoint import FORMATS, CheckpointFormat, format_named, stored_format
 from megatron_rl.precision.nvfp4 import (
     BLOCK,
     Nvfp4,
@@ -17,12 +17,12 @@ from megatron_rl.precision.nvfp4 import (
     quantise,
 )
 from megatron_rl.precision.selection import Selection, check_cuts, selection_of
-from megatron_rl.precision.stream import quantised_stream, wire_layout
+from megatron_rl.precision.stream import quantised_stream, wire_format
 from megatron_rl.precision.unpacking import Unpacker
 
 __all__ = [
     "BLOCK",
-    "LAYOUTS",
+    "FORMATS",
     "CheckpointFormat",
     "Nvfp4",
     "QuantisationError",
@@ -38,5 +38,5 @@ __all__ = [
     "quantised_stream",
     "selection_of",
     "stored_format",
-    "wire_layout",
+    "wire_format",
 ]

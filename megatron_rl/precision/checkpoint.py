@@ -1,4 +1,4 @@
-"""NVFP4 matrices as checkpoints hold them, for servers that load them from files: ModelOpt's layout, and that of compressed-tensors.
+"""NVFP4 matrices as checkpoints hold them, for servers that load them from files: ModelOpt's format, and that of compressed-tensors.
 
 Both hold the same packed values and block scales. They differ in names, in the global scale (ModelOpt keeps what values are multiplied with,
 compressed-tensors what they were multiplied with) and in what config.json says.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_rl.config.sections import Precision
 from megatron_rl.precision.nvfp4 import BLOCK, Nvfp4, QuantisationError, encoding_scale, quantise
+from megatron_rl.wire.tensor_spec import TensorSpec
 
 _WEIGHT = "weight"
 
@@ -33,15 +34,22 @@ class CheckpointFormat(ABC):
     """Names of a module's tensors, behind its own and a dot."""
     scale_shape: ClassVar[tuple[int, ...]]
 
-    def specs(self, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """(name, shape, dtype) of what the tensor `name` (MODULE.weight) of [outputs, inputs] becomes."""
+    def specs(self, name: str, shape: tuple[int, ...]) -> list[TensorSpec]:
+        """What a weight becomes.
+
+        Args:
+            name: Hugging Face name of the weight, MODULE.weight.
+            shape: Of the weight, [outputs, inputs].
+        """
         module, (outputs, inputs) = name.removesuffix(_WEIGHT), shape
-        found = [
-            (module + self.packed, (outputs, inputs // 2), torch.uint8),
-            (module + self.block_scales, (outputs, inputs // BLOCK), torch.float8_e4m3fn),
-            (module + self.global_scale, self.scale_shape, torch.float32),
+        specs = [
+            TensorSpec(module + self.packed, (outputs, inputs // 2), "uint8"),
+            TensorSpec(module + self.block_scales, (outputs, inputs // BLOCK), "float8_e4m3fn"),
+            TensorSpec(module + self.global_scale, self.scale_shape, "float32"),
         ]
-        return found if self.activation_amax is None else [*found, (module + self.input_scale, self.scale_shape, torch.float32)]
+        if self.activation_amax is not None:
+            specs.append(TensorSpec(module + self.input_scale, self.scale_shape, "float32"))
+        return specs
 
     def tensors(self, name: str, matrix: Tensor, amax: Tensor) -> dict[str, Tensor]:
         """The tensors that `specs` announces. amax: f32 [], of all that shares the global scale."""
@@ -131,14 +139,14 @@ class CompressedTensors(CheckpointFormat):
         }  # fmt: skip
 
 
-LAYOUTS: dict[str, type[CheckpointFormat]] = {"modelopt": ModelOpt, "compressed-tensors": CompressedTensors}
+FORMATS: dict[str, type[CheckpointFormat]] = {"modelopt": ModelOpt, "compressed-tensors": CompressedTensors}
 """By the words of the command line."""
 
 
 def format_named(name: str) -> type[CheckpointFormat]:
-    if name not in LAYOUTS:
-        raise QuantisationError(f"no layout of NVFP4 checkpoints is called {name!r}; there are {', '.join(LAYOUTS)}")
-    return LAYOUTS[name]
+    if name not in FORMATS:
+        raise QuantisationError(f"{name!r} is not a format of NVFP4 checkpoints; known are {', '.join(FORMATS)}")
+    return FORMATS[name]
 
 
 def stored_format(precision: Precision, name: str = "modelopt") -> CheckpointFormat:

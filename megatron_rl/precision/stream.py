@@ -8,7 +8,7 @@ from megatron_rl.config.sections import Precision
 from megatron_rl.precision.checkpoint import CheckpointFormat, ModelOpt
 
 
-def wire_layout(precision: Precision, *, own_layers: bool) -> ModelOpt:
+def wire_format(precision: Precision, *, own_layers: bool) -> ModelOpt:
     """own_layers: whether the servers have NVFP4 layers; others unpack what they get.
 
     vLLM's layers have a place for the scale of activations even where they quantise none (W4A16), and a layer is loaded as soon as all of
@@ -21,7 +21,7 @@ def quantised_stream(
     tensors: Iterable[tuple[str, Tensor | None]],
     group_of: Mapping[str, str],
     amaxes: Mapping[str, Tensor],
-    layout: CheckpointFormat,
+    stored_as: CheckpointFormat,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """`tensors` by Hugging Face names, each quantised one as its packed tensors. None (on a rank that only gathers) stays None.
 
@@ -31,6 +31,6 @@ def quantised_stream(
         if name not in group_of:
             yield name, tensor
         elif tensor is None:
-            yield from ((part, None) for part, _, _ in layout.specs(name, (0, 0)))
+            yield from ((spec.name, None) for spec in stored_as.specs(name, (0, 0)))
         else:
-            yield from layout.tensors(name, tensor, amaxes[group_of[name]].to(tensor.device)).items()
+            yield from stored_as.tensors(name, tensor, amaxes[group_of[name]].to(tensor.device)).items()

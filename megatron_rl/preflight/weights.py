@@ -26,10 +26,10 @@ def random_weights(table: ParameterTable, seed: int) -> Iterator[tuple[str, Tens
     """Norms around 1, and biases that are not 0: those of a fresh model would hide that they are at one another's place."""
     generator = torch.Generator().manual_seed(seed)
     per_input = table.architecture.hidden_size**-0.5
-    for tensor in table.hf_tensors.values():
-        role = table.by_hf_name(tensor.name)[0].role
+    for name, shape in table.hf_shapes.items():
+        role = table.by_hf_name(name)[0].role
         scale = {Role.NORM: 0.2, Role.BIAS: 0.3, Role.SELECTION_BIAS: 0.2}.get(role)
         if scale is None:
             scale = (_VOCABULARY_SCALE if role in (Role.EMBEDDING, Role.OUTPUT) else _SCALE) * per_input
-        values = torch.randn(tensor.shape, generator=generator) * scale
-        yield tensor.name, values + 1.0 if role is Role.NORM else values
+        values = torch.randn(shape, generator=generator) * scale
+        yield name, values + 1.0 if role is Role.NORM else values

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.conversion import CarriedLayers, policy_specs, write_hf_checkpoint
+from megatron_rl.conversion import CarriedLayers, write_hf_checkpoint
 from megatron_rl.conversion.hf_reader import read_config
 from megatron_rl.engine.engine import Engine
 
@@ -37,7 +37,7 @@ def write_policy(engine: Engine, folder: Path, model: Path) -> None:
     if engine.groups.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         dtype = getattr(torch, engine.config.model.dtype)
-        own = policy_specs(engine.table, dtype)
+        own = engine.table.hf_specs(dtype)
         carried = CarriedLayers.of(model, own)
         write_hf_checkpoint(
             folder, carried.behind(tensors), read_config(model), dtype=dtype, specs=own | carried.specs, assets_from=model

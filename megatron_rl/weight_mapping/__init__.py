@@ -22,7 +22,7 @@ from megatron_rl.weight_mapping.assembly import Assembly, names_completed_by
 from megatron_rl.weight_mapping.errors import TensorMismatchError, UnknownFamilyError, UnsupportedArchitectureError
 from megatron_rl.weight_mapping.family import Family
 from megatron_rl.weight_mapping.naming import CHECKPOINT, LOCAL, TRANSFORMER_ENGINE, NamingScheme
-from megatron_rl.weight_mapping.parameter import HfTensor, Parameter, Region, Role
+from megatron_rl.weight_mapping.parameter import HfSlot, Parameter, Region, Role
 from megatron_rl.weight_mapping.placement import HeldParameter, Placement
 from megatron_rl.weight_mapping.table import FAMILIES, ParameterTable, family_of
 
@@ -35,17 +35,17 @@ __all__ = [
     "Family",
     "GroupedQueryAttention",
     "HeldParameter",
-    "HfTensor",
+    "HfSlot",
     "LatentAttention",
     "MixtureOfExperts",
     "ModelArchitecture",
+    "NamingScheme",
     "Parameter",
     "ParameterTable",
     "Placement",
     "Region",
     "Role",
     "Rope",
-    "NamingScheme",
     "TensorMismatchError",
     "UnknownFamilyError",
     "UnsupportedArchitectureError",

@@ -45,11 +45,12 @@ class Region(Enum):
 
 
 @dataclass(frozen=True)
-class HfTensor:
-    """A tensor as a Hugging Face checkpoint names it."""
+class HfSlot:
+    """The tensor of a Hugging Face checkpoint that a parameter fills, or one entry of it."""
 
     name: str
     shape: tuple[int, ...]
+    """Of the checkpoint's tensor."""
     dtype: torch.dtype | None = None
     """Kept in this dtype whatever the model's is; None: the model's."""
     index: int | None = None
@@ -66,7 +67,7 @@ class Parameter:
     """`layer` and `expert` are global numbers; `template` is Megatron's name with {layer} and {expert} open."""
 
     template: str
-    hf: tuple[HfTensor, ...]
+    hf: tuple[HfSlot, ...]
     """One for each of the mapping's `hf_shapes`, in that order."""
     mapping: ParamMapping
     role: Role

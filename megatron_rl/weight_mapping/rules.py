@@ -7,14 +7,14 @@ import torch
 
 from megatron_rl.weight_mapping.architecture import ModelArchitecture
 from megatron_rl.weight_mapping.param_mappings import DirectMapping, ParamMapping, VocabularyMapping
-from megatron_rl.weight_mapping.parameter import HfTensor, Parameter, Region, Role
+from megatron_rl.weight_mapping.parameter import HfSlot, Parameter, Region, Role
 
 HF_LAYER = "model.layers.{layer}."
 
 
 @dataclass(frozen=True)
 class MappingRule:
-    """The parameters of one name pattern: Megatron's name, the Hugging Face names, how tensors map, and where they occur."""
+    """The parameters of one name pattern: Megatron's name, the Hugging Face names, how slots map, and where they occur."""
 
     megatron: str
     hf: tuple[str, ...]
@@ -34,10 +34,10 @@ class MappingRule:
         """Its parameters in one layer (None: outside of the layers)."""
         for expert in range(self.num_experts) if self.num_experts is not None else [None]:
             pairs = zip(self.hf, self.mapping.hf_shapes, strict=True)
-            tensors = tuple(self._hf_tensor(name, shape, layer, expert) for name, shape in pairs)
+            slots = tuple(self._slot(name, shape, layer, expert) for name, shape in pairs)
             yield Parameter(
                 self.megatron,
-                tensors,
+                slots,
                 self.mapping,
                 self.role,
                 self.region,
@@ -46,10 +46,10 @@ class MappingRule:
                 scale_shared_with=self.scale_shared_with,
             )
 
-    def _hf_tensor(self, name: str, shape: tuple[int, ...], layer: int | None, expert: int | None) -> HfTensor:
+    def _slot(self, name: str, shape: tuple[int, ...], layer: int | None, expert: int | None) -> HfSlot:
         if expert is None or "{expert}" in name:
-            return HfTensor(name.format(layer=layer, expert=expert), shape, self.dtype)
-        return HfTensor(name.format(layer=layer), (self.num_experts, *shape), self.dtype, index=expert)
+            return HfSlot(name.format(layer=layer, expert=expert), shape, self.dtype)
+        return HfSlot(name.format(layer=layer), (self.num_experts, *shape), self.dtype, index=expert)
 
 
 def expand(rules: Sequence[MappingRule], num_layers: int) -> list[Parameter]:

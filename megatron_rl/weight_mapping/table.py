@@ -2,10 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import Any
+
+import torch
 
 from megatron_rl.weight_mapping.architecture import ModelArchitecture
 from megatron_rl.weight_mapping.deepseek_v3 import DeepseekV3, KimiK2
@@ -17,8 +18,9 @@ from megatron_rl.weight_mapping.llama import Llama
 from megatron_rl.weight_mapping.mixtral import Mixtral
 from megatron_rl.weight_mapping.mtp_rules import mtp_copies
 from megatron_rl.weight_mapping.naming import LOCAL, NamingScheme
-from megatron_rl.weight_mapping.parameter import HfTensor, Parameter, Role
+from megatron_rl.weight_mapping.parameter import Parameter, Role
 from megatron_rl.weight_mapping.qwen3 import Qwen3, Qwen3Moe
+from megatron_rl.wire.tensor_spec import TensorSpec, dtype_name
 
 _FAMILIES = (Llama(), Qwen3(), Qwen3Moe(), Mixtral(), DeepseekV3(), KimiK2(), Glm4Moe(), GptOss())
 
@@ -85,9 +87,17 @@ class ParameterTable:
         return self._by_hf_name[hf_name]
 
     @cached_property
-    def hf_tensors(self) -> dict[str, HfTensor]:
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a checkpoint by name, in the order of the parameters; a tied output layer is not among them."""
-        return {tensor.name: replace(tensor, index=None) for parameter in self.parameters for tensor in parameter.hf}
+        return {slot.name: slot.shape for parameter in self.parameters for slot in parameter.hf}
+
+    def hf_specs(self, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """The same tensors as a checkpoint in `dtype` has them: all in that dtype but those that stay in fp32 (selection biases)."""
+        return {
+            slot.name: TensorSpec(slot.name, slot.shape, dtype_name(slot.dtype or dtype))
+            for parameter in self.parameters
+            for slot in parameter.hf
+        }
 
     @property
     def tied(self) -> dict[str, str]:

@@ -32,7 +32,7 @@ def stepped(rank: int, setting: Setting, mtp: str, optimizer: dict[str, Any] | N
     with laid_out(setting) as groups:
         run = Run(groups, setting, model={"mtp": mtp}, optimizer={"epsilon": 1e-6, **(optimizer or {})})
         log_probs, gradients, metrics = run.log_probs(), run.gradients(), run.step()
-        for_servers = [info.name for info in run.engine.rollout_tensors().metadata]
+        for_servers = [spec.name for spec in run.engine.rollout_tensors().specs]
         assert [name for name, _ in run.engine.rollout_tensors()] == for_servers
         return Stepped(log_probs, gradients, run.weights(), metrics, for_servers)
 

@@ -69,7 +69,7 @@ def _no_gradients(model: str) -> dict[str, Tensor]:
 def hugging_face(model: str) -> Oracle:
     with TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
-        own = ParameterTable(CONFIGS[model]).hf_tensors  # transformers knows no layers for multi-token prediction
+        own = ParameterTable(CONFIGS[model]).hf_shapes  # transformers knows no layers for multi-token prediction
         weights = ((name, weight) for name, weight in weights_of(model).items() if name in own)
         write_hf_checkpoint(folder, weights, CONFIGS[model], dtype=torch.float32)
         return Oracle(folder)

@@ -161,7 +161,7 @@ def round_trip(rank: int, setting: Setting) -> tuple[bool, dict[str, Tensor]]:
         engine = Run(groups, setting).engine
         source = engine.hf_tensors()
         first, second, names = copied(source), copied(source), [name for name, _ in source]
-        described = [(t.name, t.shape, t.dtype) for t in source.metadata]
+        described = [(spec.name, spec.shape, spec.torch_dtype) for spec in source.specs]
         agree = all(torch.equal(second[name], tensor) for name, tensor in first.items())
         agree &= not first or [(name, tuple(t.shape), t.dtype) for name, t in first.items()] == described
         return agree and names == [name for name, *_ in described] and len(source) == len(names), first

@@ -35,15 +35,15 @@ def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch
     """Random weights of all tensors, biases and norms too."""
     generator = torch.Generator().manual_seed(0)
     table = ParameterTable(config, with_mtp=bool(config.get("num_nextn_predict_layers")))
-    tensors = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in table.hf_tensors.items()}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in table.hf_shapes.items()}
     write(folder, config, tensors, table, dtype)
     return HfCheckpoint.open(folder)
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], table: ParameterTable, dtype: torch.dtype) -> None:
     folder.mkdir(parents=True)
-    kept = {name: table.hf_tensors[name].dtype or dtype for name in tensors}
-    stored = {name: tensor.to(kept[name]) for name, tensor in tensors.items()}
+    specs = table.hf_specs(dtype)
+    stored = {name: tensor.to(specs[name].torch_dtype) for name, tensor in tensors.items()}
     stored |= {copy: stored[source].clone() for copy, source in table.mtp_copies.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
@@ -95,7 +95,7 @@ def test_layers_for_multi_token_prediction_travel_along(tmp_path: Path) -> None:
 
 def test_an_export_without_these_layers_does_not_promise_them(tmp_path: Path) -> None:
     config = {**MODELS["glm4_moe"], "num_nextn_predict_layers": 1}
-    tensors = {name: torch.zeros(tensor.shape) for name, tensor in ParameterTable(config).hf_tensors.items()}
+    tensors = {name: torch.zeros(shape) for name, shape in ParameterTable(config).hf_shapes.items()}
     write_hf_checkpoint(tmp_path / "out", tensors.items(), config, dtype=torch.bfloat16)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     stored = load_file(tmp_path / "out" / "model.safetensors")
@@ -215,7 +215,7 @@ def test_a_run_that_trained_none_of_them_gives_them_back_unchanged(tmp_path: Pat
     """RUN/model has the layers, the run's checkpoint has not: the export has them, and what repeats the policy is the policy's."""
     config = {**MODELS["deepseek_v3_moe"], "num_nextn_predict_layers": 1}
     source = write_model(tmp_path / "run" / "model", config)
-    trained = {name: torch.randn(tensor.shape) for name, tensor in ParameterTable(config).hf_tensors.items()}
+    trained = {name: torch.randn(shape) for name, shape in ParameterTable(config).hf_shapes.items()}
     write_hf_checkpoint(tmp_path / "trained", trained.items(), config, dtype=torch.float32)
     step = tmp_path / "run" / "checkpoints" / "step_000003"
     hf_to_megatron(tmp_path / "trained", step / "engine")

@@ -38,7 +38,7 @@ def test_all_mismatches_are_reported_at_once(tmp_path: Path, tensors: dict[str, 
     assert "nearest expected: 'model.layers.0.mlp.down_proj.weight'" in message
     assert "missing: model.norm.weight" in message
     assert "wrong shape: lm_head.weight is [24, 103], expected [103, 24]" in message
-    assert "wrong dtype: model.embed_tokens.weight is torch.float8_e4m3fn" in message
+    assert "wrong dtype: model.embed_tokens.weight is float8_e4m3fn" in message
 
 
 def test_a_kind_of_tensor_that_is_missing_everywhere_takes_one_line(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -8,19 +8,20 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megatron_rl.conversion import CheckpointError, HfCheckpoint, HfCheckpointWriter, TensorSpec, write_hf_checkpoint
+from megatron_rl.conversion import CheckpointError, HfCheckpoint, HfCheckpointWriter, write_hf_checkpoint
+from megatron_rl.wire.tensor_spec import TensorSpec
 
 SPECS = {
-    "a": TensorSpec((3, 5), torch.bfloat16),
-    "b": TensorSpec((7,), torch.float32),
-    "c": TensorSpec((3, 7), torch.uint8),
-    "d": TensorSpec((4, 3), torch.bfloat16),
+    "a": TensorSpec("a", (3, 5), "bfloat16"),
+    "b": TensorSpec("b", (7,), "float32"),
+    "c": TensorSpec("c", (3, 7), "uint8"),
+    "d": TensorSpec("d", (4, 3), "bfloat16"),
 }
 
 
 def values(specs: dict[str, TensorSpec] = SPECS) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: (torch.rand(spec.shape, generator=generator) * 200).to(spec.dtype) for name, spec in specs.items()}
+    return {name: (torch.rand(spec.shape, generator=generator) * 200).to(spec.torch_dtype) for name, spec in specs.items()}
 
 
 def names_in(folder: Path) -> list[str]:
@@ -40,7 +41,7 @@ def test_mixed_dtypes_in_any_order(tmp_path: Path) -> None:
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}  # transformers refuses files without it
     for stored in HfCheckpoint.open(tmp_path / "out").stored.values():
-        assert stored.start % stored.spec.dtype.itemsize == 0
+        assert stored.start % stored.spec.torch_dtype.itemsize == 0
 
 
 def test_files_stay_below_the_limit(tmp_path: Path) -> None:

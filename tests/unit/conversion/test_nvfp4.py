@@ -1,4 +1,4 @@
-"""NVFP4 checkpoints, written and read: the trainer's values to the last bit in both layouts. What vLLM makes of them: tests/e2e."""
+"""NVFP4 checkpoints, written and read: the trainer's values to the last bit in both formats. What vLLM makes of them: tests/e2e."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl.conversion import CheckpointError, HfCheckpoint, QuantisedAs, hf_to_megatron, megatron_to_hf
 from megatron_rl.conversion.outgoing import left_out
 from megatron_rl.launch.convert import quantised_as
-from megatron_rl.precision import LAYOUTS, QuantisationError, Selection, amax_of, fake_quantise
+from megatron_rl.precision import FORMATS, QuantisationError, Selection, amax_of, fake_quantise
 from megatron_rl.weight_mapping import ParameterTable
 from tests.unit.conversion.test_convert import DATA, MODELS, Interrupted, write_model
 
@@ -49,12 +49,12 @@ def qwen(tmp_path: Path) -> HfCheckpoint:
     return source
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("model", FAMILIES)
-def test_the_trainers_values_to_the_last_bit(tmp_path: Path, model: str, layout: str) -> None:
+def test_the_trainers_values_to_the_last_bit(tmp_path: Path, model: str, name: str) -> None:
     source = write_model(tmp_path / "hf", FAMILIES[model])
     hf_to_megatron(source.folder, tmp_path / "megatron", shard_bytes=50_000)
-    megatron_to_hf(tmp_path / "megatron", tmp_path / "out", quantise=QuantisedAs(LAYOUTS[layout]()), shard_bytes=9_000)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "out", quantise=QuantisedAs(FORMATS[name]()), shard_bytes=9_000)
     back = HfCheckpoint.open(tmp_path / "out")
     back.check(ParameterTable(back.config))
     values = trainers_values(source, Selection(ParameterTable(FAMILIES[model])))
@@ -69,16 +69,16 @@ def test_the_trainers_values_to_the_last_bit(tmp_path: Path, model: str, layout:
 def test_a_fp32_run_keeps_all_bits(tmp_path: Path) -> None:
     source = write_model(tmp_path / "hf", FAMILIES["qwen3_moe"], torch.float32)
     hf_to_megatron(source.folder, tmp_path / "megatron")
-    megatron_to_hf(tmp_path / "megatron", tmp_path / "out", quantise=QuantisedAs(LAYOUTS["modelopt"]()))
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "out", quantise=QuantisedAs(FORMATS["modelopt"]()))
     back = HfCheckpoint.open(tmp_path / "out")
     for name, tensor in trainers_values(source, Selection(ParameterTable(FAMILIES["qwen3_moe"]))).items():
         assert same_bits(back[name], tensor), name
 
 
-def test_both_layouts_hold_the_same_bytes(qwen: HfCheckpoint, tmp_path: Path) -> None:
-    for name, layout in LAYOUTS.items():
-        megatron_to_hf(tmp_path / "megatron", tmp_path / name, quantise=QuantisedAs(layout(64.0)))
-    modelopt, compressed = (load_file(tmp_path / name / "model.safetensors") for name in LAYOUTS)
+def test_both_formats_hold_the_same_bytes(qwen: HfCheckpoint, tmp_path: Path) -> None:
+    for name, stored_as in FORMATS.items():
+        megatron_to_hf(tmp_path / "megatron", tmp_path / name, quantise=QuantisedAs(stored_as(64.0)))
+    modelopt, compressed = (load_file(tmp_path / name / "model.safetensors") for name in FORMATS)
     gate, up = (f"model.layers.1.mlp.experts.3.{part}_proj." for part in ("gate", "up"))
     assert torch.equal(modelopt[gate + "weight"], compressed[gate + "weight_packed"])
     assert torch.equal(modelopt[gate + "weight_scale"].float(), compressed[gate + "weight_scale"].float())
@@ -103,10 +103,10 @@ def test_a_run_says_what_is_quantised(qwen: HfCheckpoint, tmp_path: Path) -> Non
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.toml").write_text(run)
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
-    assert quantised_as(checkpoint, "modelopt", None, None) == QuantisedAs(LAYOUTS["modelopt"](64.0), ("experts",))
+    assert quantised_as(checkpoint, "modelopt", None, None) == QuantisedAs(FORMATS["modelopt"](64.0), ("experts",))
     assert quantised_as(checkpoint, "modelopt", ["mlp"], ["model.layers.0"]).exclude == ("model.layers.0",)
-    assert quantised_as(tmp_path / "megatron", "compressed-tensors", None, None) == QuantisedAs(LAYOUTS["compressed-tensors"]())
-    with pytest.raises(QuantisationError, match="no layout .* 'int4'; there are modelopt, compressed-tensors"):
+    assert quantised_as(tmp_path / "megatron", "compressed-tensors", None, None) == QuantisedAs(FORMATS["compressed-tensors"]())
+    with pytest.raises(QuantisationError, match="'int4' is not a format .*; known are modelopt, compressed-tensors"):
         quantised_as(checkpoint, "int4", None, None)
 
 
@@ -115,11 +115,11 @@ def test_an_interrupted_export_goes_on(qwen: HfCheckpoint, tmp_path: Path) -> No
         if done > 0.6 * total:
             raise Interrupted
 
-    wanted = QuantisedAs(LAYOUTS["modelopt"]())
+    wanted = QuantisedAs(FORMATS["modelopt"]())
     with pytest.raises(Interrupted):
         megatron_to_hf(tmp_path / "megatron", tmp_path / "out", quantise=wanted, shard_bytes=4_000, report=stop)
     with pytest.raises(CheckpointError, match="another source"):
-        other = QuantisedAs(LAYOUTS["modelopt"](1.0))
+        other = QuantisedAs(FORMATS["modelopt"](1.0))
         megatron_to_hf(tmp_path / "megatron", tmp_path / "out", quantise=other, shard_bytes=4_000, resume=True)
     megatron_to_hf(tmp_path / "megatron", tmp_path / "out", quantise=wanted, shard_bytes=4_000, resume=True)
     megatron_to_hf(tmp_path / "megatron", tmp_path / "whole", quantise=wanted)
@@ -139,7 +139,7 @@ def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
     )
     hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
     with pytest.raises(CheckpointError, match=r"model.layers.2.self_attn.o_proj.weight: values that are not finite"):
-        megatron_to_hf(tmp_path / "megatron", tmp_path / "out", quantise=QuantisedAs(LAYOUTS["modelopt"]()))
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "out", quantise=QuantisedAs(FORMATS["modelopt"]()))
 
 
 @pytest.mark.parametrize(
@@ -147,11 +147,11 @@ def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
     [
         ("weight", "o_proj.weight is missing"),
         ("weight_scale", "o_proj.weight_scale is missing"),
-        ("weight_scale_2", "o_proj.weight_scale_2 is torch.float32 .2., expected one float32"),
+        ("weight_scale_2", "o_proj.weight_scale_2 is float32 .2., expected one float32"),
     ],
 )
 def test_a_checkpoint_that_is_not_whole_is_refused(qwen: HfCheckpoint, tmp_path: Path, part: str, message: str) -> None:
-    megatron_to_hf(tmp_path / "megatron", tmp_path / "out", quantise=QuantisedAs(LAYOUTS["modelopt"]()))
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "out", quantise=QuantisedAs(FORMATS["modelopt"]()))
     file = tmp_path / "out" / "model.safetensors"
     tensors, name = load_file(file), f"model.layers.1.self_attn.o_proj.{part}"
     if part == "weight_scale_2":
@@ -176,8 +176,8 @@ def test_what_stays_whole_is_listed(tmp_path: Path) -> None:
     } <= {*modules}
     assert experts == ["model.layers.4.mlp.experts"]
     assert not any("norm" in name or name == "embed_tokens" for name in modules)
-    assert LAYOUTS["modelopt"]().config(modules, experts)["ignore"][-1] == "model.layers.4.mlp.experts*"
-    assert LAYOUTS["compressed-tensors"]().config(modules, experts)["ignore"][-1] == r"re:model\.layers\.4\.mlp\.experts[.].*"
+    assert FORMATS["modelopt"]().config(modules, experts)["ignore"][-1] == "model.layers.4.mlp.experts*"
+    assert FORMATS["compressed-tensors"]().config(modules, experts)["ignore"][-1] == r"re:model\.layers\.4\.mlp\.experts[.].*"
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -201,7 +201,7 @@ def test_compressed_tensors_reads_config_and_weights(qwen: HfCheckpoint, tmp_pat
     quantization = pytest.importorskip("compressed_tensors.quantization")
     from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 
-    megatron_to_hf(tmp_path / "megatron", tmp_path / "out", quantise=QuantisedAs(LAYOUTS["compressed-tensors"](64.0)))
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "out", quantise=QuantisedAs(FORMATS["compressed-tensors"](64.0)))
     written: dict[str, Any] = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     read = quantization.QuantizationConfig.model_validate(written)
     scheme = read.config_groups["group_0"]

@@ -10,7 +10,7 @@ from megatron_rl.config import Config, ConfigError, RunFolder
 from megatron_rl.conversion import QuantisedAs, hf_to_megatron, make_random_model, megatron_to_hf
 from megatron_rl.launch.prepare import prepare
 from megatron_rl.orchestrator.commands import server_process
-from megatron_rl.precision import LAYOUTS
+from megatron_rl.precision import FORMATS
 from megatron_rl.tasks import TaskError
 
 MODEL = {
@@ -26,11 +26,11 @@ def config(model: Path) -> Config:
     })  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_servers_would_be_built_for_a_quantised_folder(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_servers_would_be_built_for_a_quantised_folder(tmp_path: Path, name: str) -> None:
     make_random_model(tmp_path / "whole", MODEL, seed=0)
     hf_to_megatron(tmp_path / "whole", tmp_path / "megatron")
-    megatron_to_hf(tmp_path / "megatron", tmp_path / "quantised", quantise=QuantisedAs(LAYOUTS[layout]()))
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "quantised", quantise=QuantisedAs(FORMATS[name]()))
     with pytest.raises(ConfigError, match="weights are quantised.*convert hf-to-megatron .*quantised NEW"):
         prepare(config(tmp_path / "quantised"), RunFolder(tmp_path / "run"))
     hf_to_megatron(tmp_path / "quantised", tmp_path / "dequantised")

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from megatron_rl.config.sections import Precision
-from megatron_rl.precision import CheckpointFormat, Unpacker, amax_of, fake_quantise, quantised_stream, wire_layout
+from megatron_rl.precision import CheckpointFormat, Unpacker, amax_of, fake_quantise, quantised_stream, wire_format
+from megatron_rl.wire.tensor_spec import TensorSpec
 
-TO_UNPACK = wire_layout(Precision(), own_layers=False)
-TO_OWN_LAYERS = wire_layout(Precision(activation_amax=64.0), own_layers=True)
+TO_UNPACK = wire_format(Precision(), own_layers=False)
+TO_OWN_LAYERS = wire_format(Precision(activation_amax=64.0), own_layers=True)
 NAMES = ["model.norm.weight", "a.gate_proj.weight", "a.up_proj.weight"]
 
 
@@ -17,24 +18,27 @@ def tensors() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in zip(NAMES, shapes, strict=True)}
 
 
-def packed(layout: CheckpointFormat = TO_UNPACK) -> list[tuple[str, torch.Tensor]]:
+def packed(stored_as: CheckpointFormat = TO_UNPACK) -> list[tuple[str, torch.Tensor]]:
     plain = tensors()
     group_of = dict.fromkeys(NAMES[1:], "gate and up")
     amax = torch.maximum(*(amax_of(plain[name]) for name in NAMES[1:]))
-    stream = quantised_stream(plain.items(), group_of, {"gate and up": amax}, layout)
+    stream = quantised_stream(plain.items(), group_of, {"gate and up": amax}, stored_as)
     return [(name, tensor) for name, tensor in stream if tensor is not None]
 
 
-@pytest.mark.parametrize("layout", [TO_UNPACK, TO_OWN_LAYERS], ids=["to unpack", "to own layers"])
-def test_the_stream_is_what_its_specs_announce(layout: CheckpointFormat) -> None:
-    announced = [(NAMES[0], (16,), torch.bfloat16), *(spec for name in NAMES[1:] for spec in layout.specs(name, (8, 48)))]
-    assert [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in packed(layout)] == announced
+@pytest.mark.parametrize("stored_as", [TO_UNPACK, TO_OWN_LAYERS], ids=["to unpack", "to own layers"])
+def test_the_stream_is_what_its_specs_announce(stored_as: CheckpointFormat) -> None:
+    announced = [
+        TensorSpec(NAMES[0], (16,), "bfloat16"),
+        *(spec for name in NAMES[1:] for spec in stored_as.specs(name, (8, 48))),
+    ]
+    assert [TensorSpec.of(name, tensor) for name, tensor in packed(stored_as)] == announced
 
 
-@pytest.mark.parametrize("layout", [TO_UNPACK, TO_OWN_LAYERS], ids=["to unpack", "to own layers"])
-def test_ranks_that_only_gather_see_the_same_names(layout: CheckpointFormat) -> None:
-    nothing = quantised_stream([(name, None) for name in NAMES], dict.fromkeys(NAMES[1:], "g"), {}, layout)
-    assert list(nothing) == [(name, None) for name, _ in packed(layout)]
+@pytest.mark.parametrize("stored_as", [TO_UNPACK, TO_OWN_LAYERS], ids=["to unpack", "to own layers"])
+def test_ranks_that_only_gather_see_the_same_names(stored_as: CheckpointFormat) -> None:
+    nothing = quantised_stream([(name, None) for name in NAMES], dict.fromkeys(NAMES[1:], "g"), {}, stored_as)
+    assert list(nothing) == [(name, None) for name, _ in packed(stored_as)]
 
 
 def test_layers_of_their_own_get_the_same_bytes_and_the_scale_of_activations() -> None:

@@ -35,7 +35,7 @@ def table_of(tables: dict[str, ParameterTable], name: str) -> ParameterTable:
 def test_parameters_to_the_last_one(tables: dict[str, ParameterTable], name: str) -> None:
     table = table_of(tables, name)
     assert table.num_parameters == PUBLISHED[name]["parameters_without_mtp"]
-    biases = sum(tensor.shape[0] for tensor in table.hf_tensors.values() if tensor.name.endswith("e_score_correction_bias"))
+    biases = sum(shape[0] for tensor, shape in table.hf_shapes.items() if tensor.endswith("e_score_correction_bias"))
     assert biases == PUBLISHED[name]["router_bias_elements"]
 
 

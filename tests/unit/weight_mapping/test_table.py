@@ -31,8 +31,8 @@ def test_padding_is_not_counted() -> None:
 def test_names_are_unique_on_both_sides(model: str) -> None:
     table = ParameterTable(MODELS[model])
     assert len({parameter.name for parameter in table.parameters}) == len(table.parameters)
-    assert len(table.hf_tensors) == sum(len(parameter.hf) for parameter in table.parameters)
-    for name in table.hf_tensors:
+    assert len(table.hf_shapes) == sum(len(parameter.hf) for parameter in table.parameters)
+    for name in table.hf_shapes:
         (parameter,) = table.by_hf_name(name)
         assert name in [tensor.name for tensor in parameter.hf]
 
@@ -40,7 +40,7 @@ def test_names_are_unique_on_both_sides(model: str) -> None:
 def test_experts_may_share_a_tensor() -> None:
     table = ParameterTable(FAMILIES["gpt_oss_moe"])
     name = "model.layers.1.mlp.experts.gate_up_proj"
-    assert table.hf_tensors[name].shape == (4, 24, 56)
+    assert table.hf_shapes[name] == (4, 24, 56)
     assert [parameter.expert for parameter in table.by_hf_name(name)] == [0, 1, 2, 3]
     assert [names_completed_by(parameter) for parameter in table.by_hf_name(name)] == [[], [], [], [name]]
 
@@ -73,7 +73,7 @@ def test_expert_of_a_mixed_model() -> None:
 
 def test_tied_embeddings_are_there_once() -> None:
     table = ParameterTable(MODELS["qwen3"])
-    assert "lm_head.weight" not in table.hf_tensors
+    assert "lm_head.weight" not in table.hf_shapes
     assert table.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert ParameterTable(MODELS["llama"]).tied == {}
 
@@ -88,7 +88,7 @@ def test_what_shares_a_global_scale() -> None:
 
 def test_names_of_transformer_engine() -> None:
     local, engine = (ParameterTable(MODELS["qwen3_moe"], **names) for names in ({}, {"naming": TRANSFORMER_ENGINE}))
-    assert engine.hf_tensors == local.hf_tensors
+    assert engine.hf_specs(torch.bfloat16) == local.hf_specs(torch.bfloat16)
     by_hf = {tensor.name: parameter.name for parameter in engine.parameters for tensor in parameter.hf}
     assert by_hf["model.layers.0.input_layernorm.weight"] == "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
     assert by_hf["model.layers.0.post_attention_layernorm.weight"] == "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
