@@ -32,7 +32,8 @@ from megatron_rl.objective import PolicyLoss
 from megatron_rl.precision import Selection, fake_quantise, selection_of
 from megatron_rl.trainer.publisher import PolicySource
 from megatron_rl.weight_mapping import ParameterTable
-from megatron_rl.wire.weights import WeightMeta, pack_bucket, plan_buckets
+from megatron_rl.wire.tensor_spec import TensorSpec
+from megatron_rl.wire.weights import pack_bucket, plan_buckets
 
 LARGEST_RATIO = 4.0
 """Of all weights to those that one token uses."""
@@ -93,11 +94,11 @@ def wire_bytes(engines: dict, quantised: Selection) -> dict[str, float]:
 
 def sent(tensors: list[tuple[str, Tensor]]) -> tuple[int, int]:
     """Bytes of the tensors, and of the buckets that the Gloo sender makes of them."""
-    metas = [WeightMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors]
+    specs = [TensorSpec.of(name, tensor) for name, tensor in tensors]
     by_name, framed = dict(tensors), 0
-    for bucket in plan_buckets(metas, FRAMED_AT):
+    for bucket in plan_buckets(specs, FRAMED_AT):
         buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        pack_bucket(bucket, [by_name[meta.name] for meta in bucket.metas], buffer)
+        pack_bucket(bucket, [by_name[spec.name] for spec in bucket.specs], buffer)
         framed += buffer.numel()
     return sum(tensor.numel() * tensor.element_size() for tensor in by_name.values()), framed
 

@@ -50,7 +50,8 @@ from megatron_rl.wire.control import (
     decode,
     encode,
 )  # fmt: skip
-from megatron_rl.wire.weights import WeightMeta, plan_buckets
+from megatron_rl.wire.tensor_spec import TensorSpec
+from megatron_rl.wire.weights import plan_buckets
 
 ROLLOUTS_PER_MINUTE = 16
 """Of one server."""
@@ -293,18 +294,18 @@ def _answer(contract: ModelContract, rng: np.random.Generator) -> dict:
 
 def measure_weight_planning() -> dict[str, float]:
     """The buckets of one update: 60 layers of 384 experts with three matrices each, and what is around them."""
-    metas = [
-        WeightMeta(f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", "bfloat16", (2048, 7168))
+    specs = [
+        TensorSpec(f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", (2048, 7168), "bfloat16")
         for layer in range(1, 61)
         for expert in range(384)
         for name in ("gate_proj", "up_proj", "down_proj")
     ]
     began = time.process_time()
-    buckets = plan_buckets(metas, 64 << 20)
+    buckets = plan_buckets(specs, 64 << 20)
     return {
         "weight_plan_cpu_s": time.process_time() - began,
         "weight_plan_buckets": len(buckets),
-        "weight_plan_tensors": len(metas),
+        "weight_plan_tensors": len(specs),
     }
 
 

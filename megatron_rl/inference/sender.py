@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_rl.wire.weights import WeightMeta
+from megatron_rl.wire.tensor_spec import TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -65,12 +65,12 @@ class ServerControl(Protocol):
 class WeightSource(Protocol):
     """The policy's weights under their Hugging Face names.
 
-    `metas` is known without gathering anything. Iterating gathers one tensor after another; it is a collective of the trainer's
-    ranks, so all of them must iterate the same number of times, to the end. Each iteration is a fresh pass, in `metas`' order.
+    `specs` is known without gathering anything. Iterating gathers one tensor after another; it is a collective of the trainer's
+    ranks, so all of them must iterate the same number of times, to the end. Each iteration is a fresh pass, in `specs`' order.
     """
 
     @property
-    def metas(self) -> Sequence[WeightMeta]:
+    def specs(self) -> Sequence[TensorSpec]:
         """Name, dtype and shape of every tensor."""
         ...
 
@@ -91,7 +91,7 @@ class WeightSender(Protocol):
         """
         ...
 
-    def announcement(self, metas: Sequence[WeightMeta], version: int) -> Mapping[str, Any]:
+    def announcement(self, specs: Sequence[TensorSpec], version: int) -> Mapping[str, Any]:
         """What each server needs to know of the stream before it comes; goes to `ServerControl.receive`."""
         ...
 
@@ -120,20 +120,20 @@ class WeightSender(Protocol):
         ...
 
 
-def checked_tensors(source: WeightSource) -> Iterator[tuple[WeightMeta, "torch.Tensor"]]:
-    """`source`'s tensors, each with the meta that announced it.
+def checked_tensors(source: WeightSource) -> Iterator[tuple[TensorSpec, "torch.Tensor"]]:
+    """`source`'s tensors, each with the spec that announced it.
 
     The receivers lay out their buffers by the announcement, so a stream that strays from it would be loaded under wrong names.
 
     Raises:
-        ValueError: At the first tensor that differs from its meta in name, or when there are more or fewer tensors than metas.
+        ValueError: At the first tensor that differs from its spec in name, or when there are more or fewer tensors than specs.
     """
     tensors = iter(source)
-    for meta in source.metas:
+    for spec in source.specs:
         name, tensor = next(tensors, (None, None))
-        if name != meta.name or tensor is None:
-            raise ValueError(f"the weight source yielded {name!r} where its metas announce {meta.name!r}; the order must agree")
-        yield meta, tensor
+        if name != spec.name or tensor is None:
+            raise ValueError(f"the weight source yielded {name!r} where its specs announce {spec.name!r}; the order must agree")
+        yield spec, tensor
     surplus = next(tensors, None)
     if surplus is not None:
-        raise ValueError(f"the weight source yielded {surplus[0]!r} after the last of its {len(source.metas)} metas")
+        raise ValueError(f"the weight source yielded {surplus[0]!r} after the last of its {len(source.specs)} specs")

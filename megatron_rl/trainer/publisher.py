@@ -16,7 +16,6 @@ from megatron_rl.trainer.steering import Steering
 from megatron_rl.weight_sync import update_servers
 from megatron_rl.wire.control import WeightsReport
 from megatron_rl.wire.nodes import ADDRESS_VARIABLE
-from megatron_rl.wire.weights import WeightMeta
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +25,7 @@ class PolicySource:
 
     def __init__(self, engine: Engine):
         self._tensors = engine.rollout_tensors()
-        self.metas = [
-            WeightMeta(info.name, str(info.dtype).removeprefix("torch."), tuple(info.shape)) for info in self._tensors.metadata
-        ]
+        self.specs = self._tensors.specs
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._tensors)

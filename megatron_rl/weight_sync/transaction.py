@@ -70,7 +70,7 @@ def update_servers(
         version=version,
         held=tuple(server.address.name for server in update.whole),
         failed=update.failed,
-        num_bytes=sum(meta.num_bytes for meta in source.metas),
+        num_bytes=sum(spec.num_bytes for spec in source.specs),
         pause_s=paused - started,
         transfer_s=verified - paused,
         resume_s=time.monotonic() - verified,
@@ -98,7 +98,7 @@ class _Update:
 
     def transfer(self, source: WeightSource, version: int, timeout_s: float) -> None:
         """Announce the stream to all servers and send it while they receive."""
-        announcement = self._sender.announcement(source.metas, version)
+        announcement = self._sender.announcement(source.specs, version)
         replies = self._launch(lambda server: server.receive(announcement))
         try:
             lost = self._sender.stream(source)

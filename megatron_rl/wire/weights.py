@@ -2,20 +2,20 @@
 
 One update is a sequence of buckets. A bucket is one flat byte buffer, sent by one broadcast: its tensors one after another, each
 at an aligned offset, and behind them one 64-bit checksum per tensor. Both sides derive the buckets from the same list of
-`WeightMeta`, so the wire carries no headers, and many small tensors cost one round trip.
+`TensorSpec`, so the wire carries no headers, and many small tensors cost one round trip.
 
 torch is imported inside the functions that need it: the orchestrator imports this package without torch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megatron_rl.wire.stores import address_towards, join_store
+from megatron_rl.wire.tensor_spec import TensorSpec, dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 
 NO_VERSION = -1
 """The policy version of a server that no update has reached yet (it was started on dummy weights or from disk)."""
-
-DTYPE_BYTES = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
-"""Bytes per element of the dtypes that may cross, by torch's own name for them (without `torch.`)."""
 
 ALIGNMENT = 64
 """Every tensor of a bucket starts at a multiple of this many bytes, so that it can be viewed in its own dtype."""
@@ -42,27 +36,10 @@ _MULTIPLIER = 0xFF51AFD7ED558CCD - (1 << 64)
 
 
 @dataclass(frozen=True)
-class WeightMeta:
-    """One tensor of an update, under its Hugging Face name. Example: `("lm_head.weight", "bfloat16", (151936, 2048))`."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"weight {self.name!r} has dtype {self.dtype!r}; a weight update carries {sorted(DTYPE_BYTES)}")
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
-
-
-@dataclass(frozen=True)
 class Bucket:
     """The layout of one broadcast: tensor i lies at byte `offsets[i]`, its checksum (int64) at `checksums_offset + 8 * i`."""
 
-    metas: tuple[WeightMeta, ...]
+    specs: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
     checksums_offset: int
     num_bytes: int
@@ -76,7 +53,7 @@ class ChecksumError(ValueError):
         super().__init__(f"checksum mismatch in {list(names)}: the bytes received are not the bytes sent; send the update again")
 
 
-def plan_buckets(metas: Iterable[WeightMeta], bucket_bytes: int) -> list[Bucket]:
+def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucket]:
     """Cut the tensors, in order, into buckets of at most `bucket_bytes` of tensor data; a larger tensor gets its own bucket.
 
     Every tensor is in exactly one bucket. A name that occurs twice is refused: vLLM counts the elements that it has loaded, so a
@@ -85,27 +62,27 @@ def plan_buckets(metas: Iterable[WeightMeta], bucket_bytes: int) -> list[Bucket]
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be positive")
     seen: set[str] = set()
-    groups: list[list[WeightMeta]] = []
+    groups: list[list[TensorSpec]] = []
     filled = 0
-    for meta in metas:
-        if meta.name in seen:
-            raise ValueError(f"weight {meta.name!r} occurs twice in one update; every name must be sent once")
-        seen.add(meta.name)
-        size = _aligned(meta.num_bytes)
+    for spec in specs:
+        if spec.name in seen:
+            raise ValueError(f"weight {spec.name!r} occurs twice in one update; every name must be sent once")
+        seen.add(spec.name)
+        size = _aligned(spec.num_bytes)
         if not groups or filled + size > bucket_bytes:
             groups.append([])
             filled = 0
-        groups[-1].append(meta)
+        groups[-1].append(spec)
         filled += size
     return [_lay_out(tuple(group)) for group in groups]
 
 
-def _lay_out(metas: tuple[WeightMeta, ...]) -> Bucket:
+def _lay_out(specs: tuple[TensorSpec, ...]) -> Bucket:
     offsets, end = [], 0
-    for meta in metas:
+    for spec in specs:
         offsets.append(end)
-        end += _aligned(meta.num_bytes)
-    return Bucket(metas, tuple(offsets), checksums_offset=end, num_bytes=end + 8 * len(metas))
+        end += _aligned(spec.num_bytes)
+    return Bucket(specs, tuple(offsets), checksums_offset=end, num_bytes=end + 8 * len(specs))
 
 
 def _aligned(num_bytes: int) -> int:
@@ -153,16 +130,16 @@ def _signed(value: int) -> int:
 
 
 def pack_bucket(bucket: Bucket, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    """Copy `tensors` (on any device, in `bucket.metas`' order) and their checksums into `buffer` (uint8, on the CPU)."""
+    """Copy `tensors` (on any device, in `bucket.specs`' order) and their checksums into `buffer` (uint8, on the CPU)."""
     import torch
 
-    for meta, offset, tensor in zip(bucket.metas, bucket.offsets, tensors, strict=True):
-        if str(tensor.dtype).removeprefix("torch.") != meta.dtype or tuple(tensor.shape) != meta.shape:
+    for spec, offset, tensor in zip(bucket.specs, bucket.offsets, tensors, strict=True):
+        if dtype_name(tensor.dtype) != spec.dtype or tuple(tensor.shape) != spec.shape:
             raise ValueError(
-                f"weight {meta.name!r} was announced as {meta.dtype} {list(meta.shape)} but is {tensor.dtype} "
+                f"weight {spec.name!r} was announced as {spec.dtype} {list(spec.shape)} but is {tensor.dtype} "
                 f"{list(tensor.shape)}; the receiver has laid out its buffers by the announcement"
             )
-        buffer[offset : offset + meta.num_bytes].view(tensor.dtype).view(meta.shape).copy_(tensor.detach())
+        buffer[offset : offset + spec.num_bytes].view(tensor.dtype).view(spec.shape).copy_(tensor.detach())
     checksums = torch.tensor([tensor_checksum(tensor) for tensor in tensors], dtype=torch.int64)
     buffer[bucket.checksums_offset : bucket.num_bytes].copy_(checksums.view(torch.uint8))
 
@@ -172,9 +149,9 @@ def unpack_bucket(bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch
     import torch
 
     tensors = []
-    for meta, offset in zip(bucket.metas, bucket.offsets, strict=True):
-        flat = buffer[offset : offset + meta.num_bytes]
-        tensors.append((meta.name, flat.view(getattr(torch, meta.dtype)).view(meta.shape)))
+    for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
+        flat = buffer[offset : offset + spec.num_bytes]
+        tensors.append((spec.name, flat.view(spec.torch_dtype).view(spec.shape)))
     sent = buffer[bucket.checksums_offset : bucket.num_bytes].clone().view(torch.int64).tolist()
     wrong = [name for (name, tensor), checksum in zip(tensors, sent, strict=True) if tensor_checksum(tensor) != checksum]
     if wrong:

@@ -23,9 +23,9 @@ from megatron_rl.conversion import HfCheckpoint, hf_to_megatron, make_random_mod
 from megatron_rl.conversion.model_files import write_model_files
 from megatron_rl.conversion.outgoing import left_out
 from megatron_rl.inference.vllm.nccl import NcclSender
-from megatron_rl.precision import Selection, amax_of, fake_quantise, quantised_stream, selection_of, stored_format, wire_layout
+from megatron_rl.precision import Selection, amax_of, fake_quantise, quantised_stream, selection_of, stored_format, wire_format
 from megatron_rl.weight_mapping import ParameterTable
-from megatron_rl.wire.weights import WeightMeta
+from megatron_rl.wire.tensor_spec import TensorSpec
 from tests.architecture.source import REPOSITORY
 
 pytest.importorskip("vllm")
@@ -162,7 +162,7 @@ def test_a_weight_update_gives_vllms_nvfp4_layers_the_trainers_values(
         ((name, plain[name]) for name in plain),
         selection.group_of,
         amaxes_of(plain, selection),
-        wire_layout(section, own_layers=True),
+        wire_format(section, own_layers=True),
     )
     save_file(as_nccl_brings_it({name: tensor for name, tensor in stream if tensor is not None}), tmp_path / "update.safetensors")
     found = in_vllm(tmp_path, tmp_path / "update.safetensors")
@@ -175,8 +175,8 @@ class Source(dict[str, Tensor]):
     """A WeightSource."""
 
     @property
-    def metas(self) -> list[WeightMeta]:
-        return [WeightMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in self.items()]
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec.of(name, tensor) for name, tensor in self.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.items())
@@ -185,7 +185,7 @@ class Source(dict[str, Tensor]):
 def as_nccl_brings_it(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Sender and receiver without the network between them, which has a GPU."""
     sender, source, packed = NcclSender("127.0.0.1"), Source(tensors), []
-    told = sender.announcement(source.metas, 1)
+    told = sender.announcement(source.specs, 1)
     sender._communicator = object()
     sender._broadcast = lambda stream: packed.append(pack_tensors(stream, lambda item: item[1], 1 << 40))
     assert sender.stream(source) == {}

@@ -29,7 +29,7 @@ from megatron_rl.inference.vllm.gloo import GlooSender
 from megatron_rl.inference.vllm.server import server_command
 from megatron_rl.weight_sync import UpdateReport, update_servers
 from megatron_rl.wire.access import with_key
-from megatron_rl.wire.weights import WeightMeta
+from megatron_rl.wire.tensor_spec import TensorSpec
 
 pytest.importorskip("vllm")
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -73,8 +73,8 @@ class Source:
         self._tensors = tensors
 
     @property
-    def metas(self) -> list[WeightMeta]:
-        return [WeightMeta(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self._tensors.items()]
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec.of(name, t) for name, t in self._tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._tensors.items())
@@ -237,8 +237,8 @@ def test_a_wrong_update_is_refused_by_name(server, policies, first_logprobs, cha
 def test_a_flipped_bit_is_refused_by_name(server, policies, first_logprobs, monkeypatch):
     def pack_with_damage(bucket, tensors, buffer):
         pack_bucket(bucket, tensors, buffer)
-        for meta, offset in zip(bucket.metas, bucket.offsets, strict=True):
-            if meta.name == EXPERT:
+        for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
+            if spec.name == EXPERT:
                 buffer[offset + 1001] ^= 1
 
     pack_bucket = gloo.pack_bucket
@@ -257,12 +257,12 @@ from megatron_rl.inference.sender import ServerAddress
 from megatron_rl.inference.vllm.engine import VllmEngine
 from megatron_rl.inference.vllm.gloo import GlooSender
 from megatron_rl.weight_sync import update_servers
-from megatron_rl.wire.weights import WeightMeta
+from megatron_rl.wire.tensor_spec import TensorSpec
 from safetensors.torch import load_file
 
 class Dying:
     tensors = load_file(sys.argv[2])
-    metas = [WeightMeta(name, "float32", tuple(tensor.shape)) for name, tensor in tensors.items()]
+    specs = [TensorSpec.of(name, tensor) for name, tensor in tensors.items()]
     def __iter__(self):
         for index, item in enumerate(self.tensors.items()):
             if index == len(self.tensors) // 2:

@@ -17,14 +17,8 @@ from megatron_rl.inference.errors import ServerError
 from megatron_rl.inference.sender import WeightSource, checked_tensors
 from megatron_rl.inference.vllm.control import VllmControl
 from megatron_rl.wire.stores import serve_store
-from megatron_rl.wire.weights import (
-    Bucket,
-    WeightGroup,
-    WeightMeta,
-    join_weight_group,
-    pack_bucket,
-    plan_buckets,
-)
+from megatron_rl.wire.tensor_spec import TensorSpec
+from megatron_rl.wire.weights import Bucket, WeightGroup, join_weight_group, pack_bucket, plan_buckets
 
 
 class _Flight(NamedTuple):
@@ -81,12 +75,12 @@ class GlooSender:
             done.result()
         return group.result()
 
-    def announcement(self, metas: Sequence[WeightMeta], version: int) -> dict:
+    def announcement(self, specs: Sequence[TensorSpec], version: int) -> dict:
         return {
             "version": version,
-            "names": [meta.name for meta in metas],
-            "dtypes": [meta.dtype for meta in metas],
-            "shapes": [list(meta.shape) for meta in metas],
+            "names": [spec.name for spec in specs],
+            "dtypes": [spec.dtype for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
             "bucket_bytes": self._bucket_bytes,
         }
 
@@ -140,7 +134,7 @@ class GlooSender:
 def _bucketed(source: WeightSource, bucket_bytes: int) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:
     """The source's tensors by the bucket that carries them."""
     tensors = checked_tensors(source)
-    for bucket in plan_buckets(source.metas, bucket_bytes):
-        yield bucket, [next(tensors)[1] for _ in bucket.metas]
+    for bucket in plan_buckets(source.specs, bucket_bytes):
+        yield bucket, [next(tensors)[1] for _ in bucket.specs]
     for _ in tensors:  # lets the source come to its end, and the check see a surplus
-        raise AssertionError("checked_tensors yields as many tensors as there are metas")
+        raise AssertionError("checked_tensors yields as many tensors as there are specs")

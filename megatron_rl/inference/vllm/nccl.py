@@ -16,7 +16,7 @@ import torch
 from megatron_rl.inference.errors import ServerError
 from megatron_rl.inference.sender import ServerAddress, WeightSource, checked_tensors
 from megatron_rl.inference.vllm.control import VllmControl
-from megatron_rl.wire.weights import WeightMeta
+from megatron_rl.wire.tensor_spec import TensorSpec
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -81,11 +81,11 @@ class NcclSender:
     def _protocol(self) -> dict:
         return {"packed": True, "packed_buffer_size_bytes": self._bucket_bytes, "packed_num_buffers": NUM_BUFFERS}
 
-    def announcement(self, metas: Sequence[WeightMeta], version: int) -> dict:
+    def announcement(self, specs: Sequence[TensorSpec], version: int) -> dict:
         return {
-            "names": [meta.name for meta in metas],
-            "dtype_names": [meta.dtype for meta in metas],
-            "shapes": [list(_sent_shape(meta)) for meta in metas],
+            "names": [spec.name for spec in specs],
+            "dtype_names": [spec.dtype for spec in specs],
+            "shapes": [list(_sent_shape(spec)) for spec in specs],
         }
 
     def stream(self, source: WeightSource) -> dict[str, str]:
@@ -94,8 +94,8 @@ class NcclSender:
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             try:
-                for meta, tensor in checked_tensors(source):
-                    yield meta.name, tensor.reshape(_sent_shape(meta))
+                for spec, tensor in checked_tensors(source):
+                    yield spec.name, tensor.reshape(_sent_shape(spec))
             except Exception as error:
                 trouble.append(error)
                 raise
@@ -148,9 +148,9 @@ class NcclSender:
         self._members = ()
 
 
-def _sent_shape(meta: WeightMeta) -> tuple[int, ...]:
+def _sent_shape(spec: TensorSpec) -> tuple[int, ...]:
     """vLLM's packing views each tensor as bytes, which one without dimensions (an NVFP4 global scale) does not allow; its loaders take both."""
-    return tuple(meta.shape) or (1,)
+    return tuple(spec.shape) or (1,)
 
 
 def _free_port(host: str) -> int:

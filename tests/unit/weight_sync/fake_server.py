@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import torch
 
 from megatron_rl.inference.sender import ServerAddress
-from megatron_rl.wire.weights import NO_VERSION, WeightMeta, join_weight_group, plan_buckets, unpack_bucket
+from megatron_rl.wire.tensor_spec import TensorSpec
+from megatron_rl.wire.weights import NO_VERSION, join_weight_group, plan_buckets, unpack_bucket
 
 
 class FakeServer:
@@ -99,11 +100,11 @@ class FakeServer:
 
     def _update_weights(self, body: dict) -> None:
         info = body["update_info"]
-        metas = [
-            WeightMeta(name, dtype, tuple(shape))
+        specs = [
+            TensorSpec(name, tuple(shape), dtype)
             for name, dtype, shape in zip(info["names"], info["dtypes"], info["shapes"], strict=True)
         ]
-        for index, bucket in enumerate(plan_buckets(metas, info["bucket_bytes"])):
+        for index, bucket in enumerate(plan_buckets(specs, info["bucket_bytes"])):
             if index == self.leave_after:
                 self._groups = []
                 raise RuntimeError("left the stream")

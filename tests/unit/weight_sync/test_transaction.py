@@ -10,7 +10,7 @@ from megatron_rl.inference.sender import checked_tensors
 from megatron_rl.inference.vllm.engine import VllmEngine
 from megatron_rl.inference.vllm.gloo import GlooSender
 from megatron_rl.weight_sync import update_servers
-from megatron_rl.wire.weights import WeightMeta
+from megatron_rl.wire.tensor_spec import TensorSpec
 from tests.unit.weight_sync.fake_server import FakeServer
 
 KEY = "the key"
@@ -38,8 +38,8 @@ class RandomSource:
         self.begun = self.ended = 0
 
     @property
-    def metas(self) -> list[WeightMeta]:
-        return [WeightMeta(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.tensors.items()]
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec.of(name, t) for name, t in self.tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.begun += 1
@@ -175,7 +175,7 @@ def test_trouble_of_the_source_is_raised_and_no_server_resumes(fakes):
 
 class ListSource:
     def __init__(self, announced: str, yielded: str):
-        self.metas = [WeightMeta(name, "float32", (2,)) for name in announced]
+        self.specs = [TensorSpec(name, (2,), "float32") for name in announced]
         self.yielded = yielded
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -185,8 +185,8 @@ class ListSource:
 @pytest.mark.parametrize(
     ("announced", "yielded", "message"),
     [
-        ("abc", "acb", "'c' where its metas announce 'b'"),
-        ("ab", "a", "None where its metas announce 'b'"),
+        ("abc", "acb", "'c' where its specs announce 'b'"),
+        ("ab", "a", "None where its specs announce 'b'"),
         ("a", "ab", "'b' after the last"),
     ],
 )

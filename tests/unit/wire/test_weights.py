@@ -11,18 +11,8 @@ import pytest
 import torch
 
 from megatron_rl.wire.stores import serve_store
-from megatron_rl.wire.weights import (
-    ALIGNMENT,
-    CHECKSUM_BLOCK,
-    DTYPE_BYTES,
-    ChecksumError,
-    WeightMeta,
-    join_weight_group,
-    pack_bucket,
-    plan_buckets,
-    tensor_checksum,
-    unpack_bucket,
-)
+from megatron_rl.wire.tensor_spec import DTYPE_BYTES, TensorSpec
+from megatron_rl.wire.weights import ALIGNMENT, CHECKSUM_BLOCK, ChecksumError, join_weight_group, pack_bucket, plan_buckets, tensor_checksum, unpack_bucket
 
 MASK = (1 << 64) - 1
 
@@ -91,33 +81,33 @@ def test_checksum_reads_values_not_storage():
 def test_random_bucket_plans_keep_their_invariants():
     draw = random.Random(0)
     for _ in range(50):
-        metas = [
-            WeightMeta(f"w{i}", draw.choice(list(DTYPE_BYTES)), tuple(draw.randrange(0, 9) for _ in range(draw.randrange(0, 4))))
+        specs = [
+            TensorSpec(f"w{i}", tuple(draw.randrange(0, 9) for _ in range(draw.randrange(0, 4))), draw.choice(list(DTYPE_BYTES)))
             for i in range(draw.randrange(0, 40))
         ]
         limit = draw.randrange(1, 2000)
-        buckets = plan_buckets(metas, limit)
-        assert [meta for bucket in buckets for meta in bucket.metas] == metas
+        buckets = plan_buckets(specs, limit)
+        assert [spec for bucket in buckets for spec in bucket.specs] == specs
         for bucket in buckets:
-            ends = [offset + meta.num_bytes for offset, meta in zip(bucket.offsets, bucket.metas, strict=True)]
+            ends = [offset + spec.num_bytes for offset, spec in zip(bucket.offsets, bucket.specs, strict=True)]
             assert all(offset % ALIGNMENT == 0 for offset in bucket.offsets)
             assert all(end <= start for end, start in zip(ends, [*bucket.offsets[1:], bucket.checksums_offset], strict=True))
-            assert bucket.num_bytes == bucket.checksums_offset + 8 * len(bucket.metas)
-            assert bucket.checksums_offset <= limit or sum(meta.num_bytes > 0 for meta in bucket.metas) == 1
+            assert bucket.num_bytes == bucket.checksums_offset + 8 * len(bucket.specs)
+            assert bucket.checksums_offset <= limit or sum(spec.num_bytes > 0 for spec in bucket.specs) == 1
 
 
 def test_bucket_plan_refuses_what_would_go_wrong():
     with pytest.raises(ValueError, match="'a' occurs twice"):
-        plan_buckets([WeightMeta(name, "float32", (2,)) for name in "aba"], 1 << 20)
+        plan_buckets([TensorSpec(name, (2,), "float32") for name in "aba"], 1 << 20)
     with pytest.raises(ValueError, match="bucket_bytes is 0"):
         plan_buckets([], 0)
     with pytest.raises(ValueError, match="'complex64'"):
-        WeightMeta("a", "complex64", (2,))
+        TensorSpec("a", (2,), "complex64")
 
 
 def packed(tensors: dict[str, torch.Tensor]):
-    metas = [WeightMeta(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
-    (bucket,) = plan_buckets(metas, 1 << 20)
+    specs = [TensorSpec.of(name, t) for name, t in tensors.items()]
+    (bucket,) = plan_buckets(specs, 1 << 20)
     buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
     pack_bucket(bucket, list(tensors.values()), buffer)
     return bucket, buffer

@@ -10,12 +10,12 @@ from vllm.logger import init_logger
 from megatron_rl.inference.vllm.plugin.reload import LayerwiseReload, RefusedWeightError, pack_experts_on_reload
 from megatron_rl.inference.vllm.plugin.versions import require_known_vllm
 from megatron_rl.precision.unpacking import Unpacker
+from megatron_rl.wire.tensor_spec import TensorSpec
 from megatron_rl.wire.weights import (
     NO_VERSION,
     Bucket,
     ChecksumError,
     WeightGroup,
-    WeightMeta,
     join_weight_group,
     plan_buckets,
     unpack_bucket,
@@ -45,10 +45,10 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     bucket_bytes: int
 
     def buckets(self) -> list[Bucket]:
-        metas = [
-            WeightMeta(name, dtype, tuple(shape)) for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)
+        specs = [
+            TensorSpec(name, tuple(shape), dtype) for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)
         ]
-        return plan_buckets(metas, self.bucket_bytes)
+        return plan_buckets(specs, self.bucket_bytes)
 
 
 class RefusedUpdateError(RuntimeError):
