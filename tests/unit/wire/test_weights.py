@@ -12,7 +12,16 @@ import torch
 
 from megatron_rl.wire.stores import serve_store
 from megatron_rl.wire.tensor_spec import DTYPE_BYTES, TensorSpec
-from megatron_rl.wire.weights import ALIGNMENT, CHECKSUM_BLOCK, ChecksumError, join_weight_group, pack_bucket, plan_buckets, tensor_checksum, unpack_bucket
+from megatron_rl.wire.weights import (
+    ALIGNMENT,
+    CHECKSUM_BLOCK,
+    ChecksumError,
+    join_weight_group,
+    pack_bucket,
+    plan_buckets,
+    tensor_checksum,
+    unpack_bucket,
+)
 
 MASK = (1 << 64) - 1
 
