@@ -120,7 +120,7 @@ async def _orchestrate(config: Config, folder: RunFolder) -> tuple[float, int, f
 
     fleet = Fleet(config.servers.count, start, check)
     orchestrator = Orchestrator(config, folder, RunState.new(config), fleet, Silent())
-    orchestrator.spool.create()
+    orchestrator.context.spool.create()
     listener = listen("127.0.0.1")
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with serving(control_app(KEY, orchestrator.handlers, orchestrator.status), listener):
@@ -130,7 +130,7 @@ async def _orchestrate(config: Config, folder: RunFolder) -> tuple[float, int, f
         await orchestrator.run([_Process(player)], _not_again)
         cpu_s = time.process_time() - began
         player.join()
-    rollouts = orchestrator.state.ledger.trained_prompts * config.rollouts.samples_per_prompt
+    rollouts = orchestrator.context.state.ledger.trained_prompts * config.rollouts.samples_per_prompt
     return cpu_s, rollouts, config.servers.count / fleet.check_every_s, await _cost_of_a_check()
 
 

@@ -11,6 +11,7 @@ from megatron_rl.launch.machines import Machines
 from megatron_rl.launch.observer import RunObserver
 from megatron_rl.launch.status import keeping_status
 from megatron_rl.orchestrator import Orchestrator, RunState, control_app, listen, restore, serving
+from megatron_rl.orchestrator.context import RunContext
 from megatron_rl.processes import Process
 
 
@@ -53,7 +54,7 @@ async def run(
             await machines.stop_trainer()
             return machines.start_trainer(environment, resume=True)
 
-        stopping = _StopOnSignals(orchestrator, processes, stop_signals)
+        stopping = _StopOnSignals(orchestrator.context, processes, stop_signals)
         async with serving(app, listener), keeping_status(orchestrator, folder):
             try:
                 await machines.gather(url)
@@ -62,8 +63,8 @@ async def run(
                 await orchestrator.run(processes, start_trainer_again)
             finally:
                 await machines.stop()
-    end = RunEnd(finished=orchestrator.step >= config.run.steps, signal=stopping.signal)
-    observer.summarise(_last_words(config, folder, end, orchestrator.step))
+    end = RunEnd(finished=orchestrator.context.step >= config.run.steps, signal=stopping.signal)
+    observer.summarise(_last_words(config, folder, end, orchestrator.context.step))
     return end
 
 
@@ -77,10 +78,10 @@ def _last_words(config: Config, folder: RunFolder, end: RunEnd, step: int) -> st
 class _StopOnSignals:
     """The first signal stops in order, with a checkpoint; the second one at once."""
 
-    def __init__(self, orchestrator: Orchestrator, processes: list[Process], signals: Iterable[int]):
+    def __init__(self, context: RunContext, processes: list[Process], signals: Iterable[int]):
         self.signal: int | None = None
         """The first that came."""
-        self._orchestrator, self._processes = orchestrator, processes
+        self._context, self._processes = context, processes
         for number in signals:
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
 
@@ -90,12 +91,12 @@ class _StopOnSignals:
         if self.signal is None:
             self.signal = number
             again = " (again: stop at once)" if number == signal.SIGINT else ""
-            self._orchestrator.observe.event(f"{signal.Signals(number).name}: the step under way is finished and saved{again}")
-            self._orchestrator.request_stop()
+            self._context.observe.event(f"{signal.Signals(number).name}: the step under way is finished and saved{again}")
+            self._context.request_stop()
             return
         for process in self._processes:
             process.kill()
-        self._orchestrator.fail("stopped at once, by a second signal; --resume goes on from the last checkpoint")
+        self._context.fail("stopped at once, by a second signal; --resume goes on from the last checkpoint")
 
 
 def _leave_terminal() -> None:

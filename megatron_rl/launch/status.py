@@ -40,11 +40,19 @@ class RunStatus:
 
 
 def write_status(orchestrator: Orchestrator, folder: RunFolder, *, running: bool) -> None:
-    now = orchestrator.status()
+    now, context = orchestrator.status(), orchestrator.context
     status = RunStatus(
-        socket.gethostname(), os.getpid(), running, now.step, orchestrator.config.run.steps, now.version, now.servers,
-        orchestrator.stop_requested, orchestrator.failure, time.time(),
-    )  # fmt: skip
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        running=running,
+        step=now.step,
+        steps=context.config.run.steps,
+        version=now.version,
+        servers=now.servers,
+        stopping=context.stop_requested,
+        failure=str(context.failure or ""),
+        written_at=time.time(),
+    )
     write_atomically(folder.status_file, encode(status))
 
 

@@ -2,9 +2,10 @@
 
 from megatron_rl.orchestrator.checkpoints import restore
 from megatron_rl.orchestrator.commands import replay_processes, server_process, trainer_processes, worker_process
+from megatron_rl.orchestrator.context import RunFailedError
 from megatron_rl.orchestrator.http import control_app, listen, serving
 from megatron_rl.orchestrator.observer import Observer
-from megatron_rl.orchestrator.orchestrator import Orchestrator, RunFailedError
+from megatron_rl.orchestrator.orchestrator import Orchestrator
 from megatron_rl.orchestrator.requests import ServersRequest, ask
 from megatron_rl.orchestrator.servers import ServerProcess, fleet_of, local_fleet
 from megatron_rl.orchestrator.state import RunState

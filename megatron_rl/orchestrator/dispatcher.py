@@ -19,7 +19,7 @@ class Dispatcher:
         self._workers: dict[str, str] = {}
         """Name to host."""
 
-    def deal(self, request: WorkRequest, probe: Probe | None) -> tuple[GroupTask, ...]:
+    def assign(self, request: WorkRequest, probe: Probe | None) -> tuple[GroupTask, ...]:
         """Probes first, since the trainer waits for them; then groups, each to the ready server with the fewest in flight."""
         self._workers[request.worker] = request.host
 

@@ -86,7 +86,7 @@ class Server:
     restarts: int = 0
     failed_checks: int = 0
     failed_groups: int = 0
-    condemned: str = ""
+    quarantined: str = ""
     """Why it has to be stopped, said from outside."""
     unwanted: bool = False
     """It has been removed, and is not started again."""
@@ -141,7 +141,7 @@ class Fleet:
         return [
             server
             for server in self.servers
-            if server.state in ("up", "ready", "suspect") and not server.condemned and server.version != version
+            if server.state in ("up", "ready", "suspect") and not server.quarantined and server.version != version
         ]
 
     def synced(self, url: str, version: int) -> None:
@@ -151,23 +151,23 @@ class Fleet:
             if server.state == "up":
                 server.state = "ready"
 
-    def condemn(self, url: str, reason: str) -> None:
+    def quarantine(self, url: str, reason: str) -> None:
         """The server holds unknown weights or is otherwise unfit: it gets no more work and is stopped and restarted."""
         if server := self._at(url):
-            server.state, server.condemned = "suspect", reason
+            server.state, server.quarantined = "suspect", reason
             self._nudge[server.slot].set()
 
-    def is_condemned(self, url: str) -> bool:
+    def is_quarantined(self, url: str) -> bool:
         """Whether what it still answers counts for nothing."""
-        return any(server.url == url and server.condemned for server in self.servers)
+        return any(server.url == url and server.quarantined for server in self.servers)
 
     def group_failed(self, url: str, reason: str) -> None:
-        """A group ended with a server failure: suspect until its health check passes, condemned after several in a row."""
+        """A group ended with a server failure: suspect until its health check passes, quarantined after several in a row."""
         if not (server := self._at(url)):
             return None
         server.failed_groups += 1
         if server.failed_groups >= self._limits.max_failed_groups:
-            return self.condemn(url, f"{server.failed_groups} groups in a row failed, the last by: {reason}")
+            return self.quarantine(url, f"{server.failed_groups} groups in a row failed, the last by: {reason}")
         if server.state == "ready":
             server.state = "suspect"
         self._nudge[server.slot].set()
@@ -199,7 +199,7 @@ class Fleet:
         if server.state == "given_up":
             server.state = "removed"
         elif server.state in ("up", "ready", "suspect"):
-            self.condemn(server.url, _REMOVED)
+            self.quarantine(server.url, _REMOVED)
 
     async def run(self) -> None:
         """Until cancelled, or until every server is gone."""
@@ -231,7 +231,7 @@ class Fleet:
     async def _live(self, server: Server) -> str:
         """Start, watch, stop; returns why the server is no more."""
         server.state, server.version, server.url = "starting", None, ""
-        server.failed_checks, server.failed_groups, server.condemned = 0, 0, ""
+        server.failed_checks, server.failed_groups, server.quarantined = 0, 0, ""
         try:
             handle = await self._start(server.slot)
         except (OSError, ProcessError, PortError) as error:
@@ -269,12 +269,12 @@ class Fleet:
             await self._wait_for_next_check(server)
             if (code := handle.poll()) is not None:
                 return f"ended with exit code {code}"
-            if server.condemned:
-                return server.condemned
+            if server.quarantined:
+                return server.quarantined
             fault = await self._fault(handle.url)
             if fault is None:
                 server.failed_checks = 0
-                if server.state == "suspect" and not server.condemned:
+                if server.state == "suspect" and not server.quarantined:
                     server.state = "up" if server.version is None else "ready"
                 continue
             server.state, server.failed_checks = "suspect", server.failed_checks + 1

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import hmac
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Any
 
 import uvicorn
 from pydantic import ValidationError
@@ -25,7 +26,7 @@ def control_app(key: str, handlers: Mapping[str, tuple[type, Handler]], status: 
     def allowed(request: Request) -> bool:
         return hmac.compare_digest(request.headers.get(KEY_HEADER, "").encode(), key.encode())
 
-    def post(kind: type, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    def post(kind: type[Any], handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             if not allowed(request):
                 return PlainTextResponse(f"{request.url.path}: the header {KEY_HEADER} does not hold this run's key", 401)
@@ -52,16 +53,18 @@ class _WithoutSignals(uvicorn.Server):
     """Ctrl-C belongs to the orchestrator's loop, which stops everything in order."""
 
     @contextlib.contextmanager
-    def capture_signals(self):
+    def capture_signals(self) -> Iterator[None]:
         yield
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Starlette, listener: socket.socket):
+async def serving(app: Starlette, listener: socket.socket) -> AsyncIterator[None]:
     """The app on a socket that already listens, for as long as the block runs."""
     # Connections are kept for longer than clients keep them idle, so that none is closed while a request is on its way.
-    settings = {"timeout_keep_alive": 600, "timeout_graceful_shutdown": 2}
-    server = _WithoutSignals(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", **settings))
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=600, timeout_graceful_shutdown=2
+    )
+    server = _WithoutSignals(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield
@@ -71,6 +74,7 @@ async def serving(app: Starlette, listener: socket.socket):
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens; port 0: on a free port."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))

@@ -8,18 +8,18 @@ from megatron_rl.records import GroupResult, GroupTask
 
 @dataclass
 class Probe:
-    """The probe of one version: the tasks that wait for a worker, those under way, and what came back."""
+    """The probe of one version: the tasks that wait for a worker, those in flight, and the results."""
 
     version: int
     waiting: list[GroupTask]
-    under_way: dict[str, GroupTask] = field(default_factory=dict)
+    in_flight: dict[str, GroupTask] = field(default_factory=dict)
     results: list[GroupResult] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """By server, why the last of its probes that failed did so through a fault of its own."""
 
     @classmethod
     def on(cls, servers: list[str], version: int, num_prompts: int) -> "Probe":
-        """Prompts dealt out in turn, at least one for each server, so that each server's weights are checked."""
+        """Prompts assigned in turn, at least one for each server, so that each server's weights are checked."""
         tasks = [
             GroupTask(f"probe{version}p{i}", version * num_prompts + i, 0, 1, servers[i % len(servers)], probe=True)
             for i in range(max(num_prompts, len(servers)))
@@ -31,11 +31,11 @@ class Probe:
         task = next((task for task in self.waiting if serves(task.server)), None)
         if task is not None:
             self.waiting.remove(task)
-            self.under_way[task.uid] = task
+            self.in_flight[task.uid] = task
         return task
 
     def end(self, result: GroupResult) -> None:
-        if self.under_way.pop(result.uid, None) is None:
+        if self.in_flight.pop(result.uid, None) is None:
             return
         if result.failure is None:
             self.results.append(result)
@@ -44,13 +44,13 @@ class Probe:
 
     def lose_server(self, server: str) -> None:
         self.waiting = [t for t in self.waiting if t.server != server]
-        self.under_way = {uid: t for uid, t in self.under_way.items() if t.server != server}
+        self.in_flight = {uid: t for uid, t in self.in_flight.items() if t.server != server}
 
     @property
     def ended(self) -> bool:
-        return not self.waiting and not self.under_way
+        return not self.waiting and not self.in_flight
 
-    def verdict(self, abs_dlogp: dict[str, float], tolerance: float) -> dict[str, str]:
+    def evaluate(self, abs_dlogp: dict[str, float], tolerance: float) -> dict[str, str]:
         """Server to reason, for those whose mean |log p_trainer - log p_rollout| is above the tolerance, and those none of whose probes
         could be scored: wrong weights may be too wrong for an answer.
         """
@@ -64,8 +64,8 @@ class Probe:
             for server, mean in means.items()
             if not mean <= tolerance  # a NaN is off too
         }
-        unjudged = {server: message for server, message in self.failures.items() if server not in means}
+        unscored = {server: message for server, message in self.failures.items() if server not in means}
         return off | {
-            server: f"the probe after version {self.version} could not be judged: {message}"
-            for server, message in unjudged.items()
+            server: f"the probe after version {self.version} could not be scored: {message}"
+            for server, message in unscored.items()
         }

@@ -21,14 +21,14 @@ class Watchdog:
         self._trainer_since = clock()
         self._workers: dict[str, float] = {}
 
-    def hear(self, path: str, message: object) -> None:
+    def record_message(self, path: str, message: object) -> None:
         """A message has come."""
         if isinstance(message, WorkRequest | GroupReport):
             self._workers[message.worker] = self._clock()
         elif path in _WAITS_FOR:
             self._trainer_does(f"waits for {_WAITS_FOR[path]}")
 
-    def answer(self, path: str, answer: object) -> None:
+    def record_answer(self, path: str, answer: object) -> None:
         """We have answered a message. Nothing yet: the trainer asks again, and goes on waiting."""
         if isinstance(answer, Order) and answer.kind != "wait":
             self._trainer_does(f"carries out the order '{answer.kind}' (its ranks: logs/trainer-*.log)")
@@ -41,7 +41,7 @@ class Watchdog:
         if what != self._trainer:
             self._trainer, self._trainer_since = what, self._clock()
 
-    def moved(self) -> None:
+    def record_progress(self) -> None:
         """A group or a step is finished."""
         self._moved_at = self._told_at = self._clock()
 

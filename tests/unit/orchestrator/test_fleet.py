@@ -25,23 +25,23 @@ class FakeServer:
         self.stopped = True
 
 
-class World:
-    """Starts fake servers; `lives[slot]` are those of one slot in order."""
+class FakeServers:
+    """Starts fake servers; `starts[slot]` are those of one slot in order."""
 
-    def __init__(self, count: int = 1, limits: FleetLimits = QUICK, prepare=lambda server, life: None):
-        self.lives: list[list[FakeServer]] = [[] for _ in range(count)]
+    def __init__(self, count: int = 1, limits: FleetLimits = QUICK, prepare=lambda server, start: None):
+        self.starts: list[list[FakeServer]] = [[] for _ in range(count)]
         self.prepare = prepare
         self.fleet = Fleet(count, self.start, self.check, limits)
 
     async def start(self, slot: int) -> FakeServer:
-        self.lives += [[] for _ in range(slot + 1 - len(self.lives))]
-        server = FakeServer(f"http://slot{slot}:{len(self.lives[slot])}")
-        self.prepare(server, len(self.lives[slot]))
-        self.lives[slot].append(server)
+        self.starts += [[] for _ in range(slot + 1 - len(self.starts))]
+        server = FakeServer(f"http://slot{slot}:{len(self.starts[slot])}")
+        self.prepare(server, len(self.starts[slot]))
+        self.starts[slot].append(server)
         return server
 
     async def check(self, url: str) -> None:
-        server = next(s for lives in self.lives for s in lives if s.url == url)
+        server = next(s for starts in self.starts for s in starts if s.url == url)
         if server.healthy == "hangs":
             await asyncio.sleep(60)
         if not server.healthy:
@@ -51,194 +51,194 @@ class World:
         return [await asyncio.wait_for(self.fleet.events.get(), 5) for _ in range(number)]
 
 
-def play(scenario, world: World) -> None:
+def play(scenario, servers: FakeServers) -> None:
     async def body():
-        task = asyncio.create_task(world.fleet.run())
+        task = asyncio.create_task(servers.fleet.run())
         try:
-            await asyncio.wait_for(scenario(world), 10)
+            await asyncio.wait_for(scenario(servers), 10)
         finally:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        assert all(s.stopped or s.code is not None for lives in world.lives for s in lives), "a server is left behind"
+        assert all(s.stopped or s.code is not None for starts in servers.starts for s in starts), "a server is left behind"
 
     asyncio.run(body())
 
 
 def test_a_server_is_ready_only_when_its_weights_are_verified():
-    async def scenario(world):
-        (event, _) = await world.next_events(2)
-        assert event.kind == "joined" and world.fleet.ready() == []
-        assert [s.slot for s in world.fleet.to_sync(3)] == [0, 1]
-        world.fleet.synced("http://slot1:0", 3)
-        assert [(s.slot, s.version) for s in world.fleet.ready()] == [(1, 3)]
-        assert [s.slot for s in world.fleet.to_sync(3)] == [0] and len(world.fleet.to_sync(4)) == 2
+    async def scenario(servers):
+        (event, _) = await servers.next_events(2)
+        assert event.kind == "joined" and servers.fleet.ready() == []
+        assert [s.slot for s in servers.fleet.to_sync(3)] == [0, 1]
+        servers.fleet.synced("http://slot1:0", 3)
+        assert [(s.slot, s.version) for s in servers.fleet.ready()] == [(1, 3)]
+        assert [s.slot for s in servers.fleet.to_sync(3)] == [0] and len(servers.fleet.to_sync(4)) == 2
 
-    play(scenario, World(count=2))
+    play(scenario, FakeServers(count=2))
 
 
 def test_a_dead_process_leaves_and_comes_back_without_a_version():
-    async def scenario(world):
-        await world.next_events(1)
-        world.fleet.synced("http://slot0:0", 7)
-        world.lives[0][0].code = -9
-        left, joined = await world.next_events(2)
+    async def scenario(servers):
+        await servers.next_events(1)
+        servers.fleet.synced("http://slot0:0", 7)
+        servers.starts[0][0].code = -9
+        left, joined = await servers.next_events(2)
         assert (left.kind, left.url, left.reason) == ("left", "http://slot0:0", "ended with exit code -9")
         assert joined.kind == "joined" and joined.url == "http://slot0:1"
-        assert world.fleet.ready() == [] and world.fleet.servers[0].version is None
+        assert servers.fleet.ready() == [] and servers.fleet.servers[0].version is None
 
-    play(scenario, World())
+    play(scenario, FakeServers())
 
 
 def test_restarts_are_bounded():
-    async def scenario(world):
-        events = await world.next_events(4)
+    async def scenario(servers):
+        events = await servers.next_events(4)
         assert [e.kind for e in events] == ["left", "left", "left", "given_up"]
         assert events[0].reason == "ended with exit code 1 while starting" and "2 restarts are used up" in events[-1].reason
-        assert world.fleet.servers[0].state == "given_up" and len(world.lives[0]) == 3
+        assert servers.fleet.servers[0].state == "given_up" and len(servers.starts[0]) == 3
 
-    play(scenario, World(prepare=lambda server, life: setattr(server, "code", 1) or setattr(server, "healthy", False)))
+    play(scenario, FakeServers(prepare=lambda server, start: setattr(server, "code", 1) or setattr(server, "healthy", False)))
 
 
 def test_a_server_that_never_answers_is_stopped():
-    async def scenario(world):
-        (left, joined) = await world.next_events(2)
+    async def scenario(servers):
+        (left, joined) = await servers.next_events(2)
         assert "did not answer within 0.5 s" in left.reason and joined.kind == "joined"
-        assert world.lives[0][0].stopped
+        assert servers.starts[0][0].stopped
 
-    play(scenario, World(prepare=lambda server, life: setattr(server, "healthy", True if life else "hangs")))
+    play(scenario, FakeServers(prepare=lambda server, start: setattr(server, "healthy", True if start else "hangs")))
 
 
 def test_one_failed_check_makes_suspect_and_a_passed_one_ready_again():
-    async def scenario(world):
-        await world.next_events(1)
-        world.fleet.synced("http://slot0:0", 1)
-        world.lives[0][0].healthy = False
-        while world.fleet.servers[0].state == "ready":
+    async def scenario(servers):
+        await servers.next_events(1)
+        servers.fleet.synced("http://slot0:0", 1)
+        servers.starts[0][0].healthy = False
+        while servers.fleet.servers[0].state == "ready":
             await asyncio.sleep(0.001)
-        assert world.fleet.servers[0].state == "suspect" and world.fleet.ready() == []
-        world.lives[0][0].healthy = True
-        while not world.fleet.ready():
+        assert servers.fleet.servers[0].state == "suspect" and servers.fleet.ready() == []
+        servers.starts[0][0].healthy = True
+        while not servers.fleet.ready():
             await asyncio.sleep(0.001)
-        assert world.fleet.ready()[0].version == 1
+        assert servers.fleet.ready()[0].version == 1
 
-    play(scenario, World(limits=FleetLimits(**{**vars(QUICK), "max_failed_checks": 100})))
+    play(scenario, FakeServers(limits=FleetLimits(**{**vars(QUICK), "max_failed_checks": 100})))
 
 
 def test_hanging_health_checks_end_the_server():
-    async def scenario(world):
-        await world.next_events(1)
-        world.lives[0][0].healthy = "hangs"
-        (left,) = await world.next_events(1)
+    async def scenario(servers):
+        await servers.next_events(1)
+        servers.starts[0][0].healthy = "hangs"
+        (left,) = await servers.next_events(1)
         assert left.reason == "failed 2 health checks in a row, the last by: no answer within 0.05 s"
 
-    play(scenario, World())
+    play(scenario, FakeServers())
 
 
-def test_failed_groups_in_a_row_condemn_although_the_check_passes():
-    async def scenario(world):
-        await world.next_events(1)
-        world.fleet.synced("http://slot0:0", 1)
-        world.fleet.group_failed("http://slot0:0", "timeout")
-        assert world.fleet.ready() == []
-        while not world.fleet.ready():
+def test_failed_groups_in_a_row_quarantine_although_the_check_passes():
+    async def scenario(servers):
+        await servers.next_events(1)
+        servers.fleet.synced("http://slot0:0", 1)
+        servers.fleet.group_failed("http://slot0:0", "timeout")
+        assert servers.fleet.ready() == []
+        while not servers.fleet.ready():
             await asyncio.sleep(0.001)
-        world.fleet.group_succeeded("http://slot0:0")
-        world.fleet.group_failed("http://slot0:0", "timeout")
-        world.fleet.group_failed("http://slot0:0", "timeout")
-        (left,) = await world.next_events(1)
+        servers.fleet.group_succeeded("http://slot0:0")
+        servers.fleet.group_failed("http://slot0:0", "timeout")
+        servers.fleet.group_failed("http://slot0:0", "timeout")
+        (left,) = await servers.next_events(1)
         assert left.reason == "2 groups in a row failed, the last by: timeout"
 
-    play(scenario, World())
+    play(scenario, FakeServers())
 
 
-def test_a_condemned_server_takes_no_work_and_late_reports_about_it_are_ignored():
-    async def scenario(world):
-        await world.next_events(1)
-        world.fleet.condemn("http://slot0:0", "checksum differs")
-        assert world.fleet.ready() == []
-        left, joined = await world.next_events(2)
+def test_a_quarantined_server_takes_no_work_and_late_reports_about_it_are_ignored():
+    async def scenario(servers):
+        await servers.next_events(1)
+        servers.fleet.quarantine("http://slot0:0", "checksum differs")
+        assert servers.fleet.ready() == []
+        left, joined = await servers.next_events(2)
         assert left.reason == "checksum differs" and joined.url == "http://slot0:1"
-        world.fleet.synced("http://slot0:0", 5)
-        world.fleet.group_failed("http://slot0:0", "late")
-        assert world.fleet.servers[0].version is None and world.fleet.servers[0].failed_groups == 0
+        servers.fleet.synced("http://slot0:0", 5)
+        servers.fleet.group_failed("http://slot0:0", "late")
+        assert servers.fleet.servers[0].version is None and servers.fleet.servers[0].failed_groups == 0
 
-    play(scenario, World())
+    play(scenario, FakeServers())
 
 
 def test_a_start_that_fails_counts_as_a_restart():
-    world = World()
-    real_start = world.start
+    servers = FakeServers()
+    real_start = servers.start
 
     async def start(slot):
-        if not world.lives[slot] and world.fleet.servers[slot].restarts == 0:
+        if not servers.starts[slot] and servers.fleet.servers[slot].restarts == 0:
             raise OSError("no such program")
         return await real_start(slot)
 
-    world.fleet._start = start
+    servers.fleet._start = start
 
-    async def scenario(world):
-        left, joined = await world.next_events(2)
+    async def scenario(servers):
+        left, joined = await servers.next_events(2)
         assert left.reason == "could not be started: no such program" and joined.kind == "joined"
-        assert world.fleet.servers[0].restarts == 1
+        assert servers.fleet.servers[0].restarts == 1
 
-    play(scenario, world)
+    play(scenario, servers)
 
 
-async def state_of(world, slot, state):
-    while world.fleet.servers[slot].state != state:
+async def state_of(servers, slot, state):
+    while servers.fleet.servers[slot].state != state:
         await asyncio.sleep(0.001)
 
 
 def test_a_server_that_is_added_has_to_be_synced_before_it_takes_work():
-    async def scenario(world):
-        await world.next_events(1)
-        world.fleet.synced("http://slot0:0", 4)
-        assert world.fleet.add() == 1
-        (joined,) = await world.next_events(1)
+    async def scenario(servers):
+        await servers.next_events(1)
+        servers.fleet.synced("http://slot0:0", 4)
+        assert servers.fleet.add() == 1
+        (joined,) = await servers.next_events(1)
         assert (joined.kind, joined.url) == ("joined", "http://slot1:0")
-        assert [s.slot for s in world.fleet.ready()] == [0] and [s.slot for s in world.fleet.to_sync(4)] == [1]
-        world.fleet.synced("http://slot1:0", 4)
-        assert [s.slot for s in world.fleet.ready()] == [0, 1]
+        assert [s.slot for s in servers.fleet.ready()] == [0] and [s.slot for s in servers.fleet.to_sync(4)] == [1]
+        servers.fleet.synced("http://slot1:0", 4)
+        assert [s.slot for s in servers.fleet.ready()] == [0, 1]
 
-    play(scenario, World())
+    play(scenario, FakeServers())
 
 
 def test_a_server_that_is_removed_is_stopped_for_good_and_its_slot_can_be_taken_again():
-    async def scenario(world):
-        await world.next_events(2)
-        world.fleet.synced("http://slot0:0", 1)
-        world.fleet.remove(0)
-        assert world.fleet.ready() == []  # at once, before its process has ended
-        left, removed = await world.next_events(2)
+    async def scenario(servers):
+        await servers.next_events(2)
+        servers.fleet.synced("http://slot0:0", 1)
+        servers.fleet.remove(0)
+        assert servers.fleet.ready() == []  # at once, before its process has ended
+        left, removed = await servers.next_events(2)
         assert (left.kind, left.url, removed.kind) == ("left", "http://slot0:0", "removed")
-        assert world.lives[0][0].stopped and world.fleet.servers[0].state == "removed"
-        assert world.fleet.add() == 0
-        (joined,) = await world.next_events(1)
-        assert joined.url == "http://slot0:1" and world.fleet.servers[0].version is None
+        assert servers.starts[0][0].stopped and servers.fleet.servers[0].state == "removed"
+        assert servers.fleet.add() == 0
+        (joined,) = await servers.next_events(1)
+        assert joined.url == "http://slot0:1" and servers.fleet.servers[0].version is None
 
-    play(scenario, World(count=2))
+    play(scenario, FakeServers(count=2))
 
 
 def test_a_server_can_be_removed_while_it_starts():
-    async def scenario(world):
-        while not world.lives[0]:
+    async def scenario(servers):
+        while not servers.starts[0]:
             await asyncio.sleep(0.001)
-        world.fleet.remove(0)
-        await state_of(world, 0, "removed")
-        assert world.lives[0][0].stopped and len(world.lives[0]) == 1
+        servers.fleet.remove(0)
+        await state_of(servers, 0, "removed")
+        assert servers.starts[0][0].stopped and len(servers.starts[0]) == 1
 
-    play(scenario, World(count=2, prepare=lambda server, life: setattr(server, "healthy", "slot1" in server.url)))
+    play(scenario, FakeServers(count=2, prepare=lambda server, start: setattr(server, "healthy", "slot1" in server.url)))
 
 
 def test_the_last_server_and_one_that_is_not_there_are_not_removed():
-    async def scenario(world):
-        await world.next_events(2)
-        world.fleet.remove(1)
+    async def scenario(servers):
+        await servers.next_events(2)
+        servers.fleet.remove(1)
         with pytest.raises(FleetError, match="server 0 is the last one; add another before it is removed, or stop the run"):
-            world.fleet.remove(0)
+            servers.fleet.remove(0)
         for slot in (1, 2):
             with pytest.raises(FleetError, match=f"there is no server {slot}; servers are 0"):
-                world.fleet.remove(slot)
+                servers.fleet.remove(slot)
 
-    play(scenario, World(count=2))
+    play(scenario, FakeServers(count=2))

@@ -31,19 +31,19 @@ def test_silence_is_no_stall_before_its_time_and_is_told_again_later():
     assert stall() is None
     clock.now += 61
     assert "for 122 s" in stall()
-    watchdog.moved()
+    watchdog.record_progress()
     clock.now += 59
     assert stall() is None
 
 
 def test_it_names_who_waits_for_whom():
     clock, watchdog, stall, state = stalled()
-    watchdog.hear("/work", WorkRequest("node7-12", slots=1))
-    watchdog.hear("/order", OrderRequest(4))
+    watchdog.record_message("/work", WorkRequest("node7-12", slots=1))
+    watchdog.record_message("/order", OrderRequest(4))
     state.begin("http://s0", 4)
     clock.now += 30
-    watchdog.answer("/order", Order("wait"))
-    watchdog.hear("/order", OrderRequest(4))
+    watchdog.record_answer("/order", Order("wait"))
+    watchdog.record_message("/order", OrderRequest(4))
     clock.now += 40
     message = stall()
     assert (
@@ -57,8 +57,8 @@ def test_it_names_who_waits_for_whom():
 
 def test_a_trainer_that_does_not_come_back_from_an_order_is_named():
     clock, watchdog, stall, _ = stalled()
-    watchdog.hear("/order", OrderRequest(4))
+    watchdog.record_message("/order", OrderRequest(4))
     clock.now += 5
-    watchdog.answer("/order", Order("train", "plans/step_000004.json"))
+    watchdog.record_answer("/order", Order("train", "plans/step_000004.json"))
     clock.now += 65
     assert "carries out the order 'train' (its ranks: logs/trainer-*.log), for 65 s" in stall()

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from megatron_rl.orchestrator.fleet import Fleet, FleetLimits
 
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.orchestrator import Orchestrator, RunState, control_app
-from megatron_rl.orchestrator.fleet import Fleet, FleetLimits
 from megatron_rl.records import GroupResult, GroupTask, RolloutSummary, StepPlan
 from megatron_rl.wire.access import KEY_HEADER
 from megatron_rl.wire.control import (
@@ -82,7 +82,7 @@ class FakeChild:
         return f"{self.name} ended with status {self.status}"
 
 
-class World:
+class FakeRun:
     """An orchestrator with servers that are healthy at once, behind the real HTTP application."""
 
     def __init__(self, tmp_path, cfg, num_servers=2, state=None, step=0):
@@ -93,10 +93,10 @@ class World:
         limits = FleetLimits(check_every_s=0.01, restart_delay_s=0.0, max_restarts=2)
         fleet = Fleet(num_servers, self._start, self._check, limits)
         self.orchestrator = Orchestrator(cfg, self.folder, state or RunState.new(cfg), fleet, self.observer, step)
-        self.orchestrator.spool.create()
+        self.orchestrator.context.spool.create()
         self.http = self.client(self.orchestrator)
         self.trainer, self.consumed, self.versions = FakeChild("trainer-0"), [], []
-        self.next_life, self.lives = {}, []
+        self.restarted_with, self.restarts = {}, []
         self.saves = []
 
     @staticmethod
@@ -115,7 +115,7 @@ class World:
         """As the launcher does: a new process, which begins at the latest checkpoint."""
         self.trainer = FakeChild("trainer-0")
         latest = self.folder.latest_checkpoint()
-        self.lives.append(asyncio.create_task(self.train(step=latest[0] if latest else 0, **self.next_life)))
+        self.restarts.append(asyncio.create_task(self.train(step=latest[0] if latest else 0, **self.restarted_with)))
         return [self.trainer]
 
     async def post(self, route, message, answer):
@@ -131,7 +131,7 @@ class World:
 
     async def train(self, abs_dlogp=0.0, die_at=None, killed_at=None, step=None):
         """die_at: the whole program dies within this step. killed_at: this process alone does."""
-        step = self.orchestrator.step if step is None else step
+        step = self.orchestrator.context.step if step is None else step
         while (order := await self.post("/order", OrderRequest(step, wait_s=0.2), Order)).kind != "stop":
             if order.kind == "sync":
                 await self.post("/weights", WeightsReport(step, order.servers), Ack)
@@ -139,11 +139,11 @@ class World:
                 probe = await self.post("/probe", ProbeRequest(step, wait_s=1.0), ProbeOrder)
                 assert probe.ready
                 if probe.plan_file:
-                    plan = self.orchestrator.spool.read_plan(probe.plan_file)
+                    plan = self.orchestrator.context.spool.read_plan(probe.plan_file)
                     assert plan.summary["staleness_max"] == 0
                     await self.post("/probed", ProbeReport(step, {e.uid: abs_dlogp for e in plan.entries}), Ack)
             elif order.kind == "train":
-                plan = self.orchestrator.spool.read_plan(order.plan_file)
+                plan = self.orchestrator.context.spool.read_plan(order.plan_file)
                 assert isinstance(plan, StepPlan) and plan.step == step
                 self.consumed.append(plan)
                 if step == die_at:
@@ -154,10 +154,10 @@ class World:
                 await self.post("/step", StepReport(step, {}), Ack)
                 step += 1
             elif order.kind == "save":
-                aside = self.folder.checkpoints / f".step_{step}.part"
-                aside.mkdir()
+                staging = self.folder.checkpoints / f".step_{step}.part"
+                staging.mkdir()
                 self.saves.append(step)
-                await self.post("/saved", SavedReport(step, str(aside)), Ack)
+                await self.post("/saved", SavedReport(step, str(staging)), Ack)
         self.trainer.status = 0
 
     async def run(self, sample, **kwargs):
@@ -167,8 +167,8 @@ class World:
             group.create_task(self.train(**kwargs))
 
 
-def sampled(world, task: GroupTask, rng=random) -> GroupResult:
-    version = next((s.version for s in world.orchestrator.fleet.servers if s.url == task.server), 0) or 0
+def sampled(fake, task: GroupTask, rng=random) -> GroupResult:
+    version = next((s.version for s in fake.orchestrator.context.fleet.servers if s.url == task.server), 0) or 0
     rollouts = tuple(
         RolloutSummary(
             f"{task.uid}.{i}", f"rollouts/{task.uid}.safetensors", i, 4, 5, 5, 2, 9, 5, 8, rng.random(), "stop", version, version
