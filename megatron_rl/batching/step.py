@@ -50,7 +50,7 @@ def summarise(step: int, groups: Sequence[GroupResult]) -> dict[str, float]:
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(),
         "equal_reward_share": np.mean([len({r.reward for r in group.rollouts}) == 1 for group in groups if group.rollouts]),
-        "singleton_share": sum(r.num_singletons for r in rollouts) / max(1, loss_tokens),
+        "num_singletons": sum(r.num_singletons for r in rollouts),
         "keep_set_coverage": sum(r.num_with_keep_set for r in rollouts) / max(1, loss_tokens),
         "keep_set_size_mean": sum(r.num_keep_ids for r in rollouts) / max(1, sum(r.num_with_keep_set for r in rollouts)),
         "routing_coverage": sum(r.num_with_routes for r in rollouts) / max(1, int(tokens.sum()) - len(rollouts)),

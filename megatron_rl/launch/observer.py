@@ -36,7 +36,9 @@ class RunObserver:
 
     def step(self, step: int, metrics: Mapping[str, float], *, rollout_tokens_per_s: float, ledger: Mapping[str, float]) -> None:
         in_ledger = {f"ledger/{name}": value for name, value in ledger.items()}
-        self._sinks.write(step, {**metrics, **self._summary, **in_ledger, "rollout_tokens_per_s": rollout_tokens_per_s})
+        # Nothing has two meanings: the names of the two are distinct, except in a plan recorded by a former version.
+        of_batch = {name: value for name, value in self._summary.items() if name not in metrics}
+        self._sinks.write(step, {**metrics, **of_batch, **in_ledger, "rollout_tokens_per_s": rollout_tokens_per_s})
         self._sinks.examples(step, self._examples)
 
     def progress(self, report: Progress) -> None:

@@ -13,18 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl.metrics.catalogue import CATALOGUE
 from megatron_rl.metrics.rows import Row
-
-_SHOWN = (
-    ("reward", "reward_mean", "{:.3f}"),
-    ("entropy", "entropy_keep_set", "{:.3f}"),
-    ("mismatch", "mismatch_kl_k1", "{:.1e}"),
-    ("staleness", "staleness_mean", "{:.2f}"),
-    ("singletons", "singleton_share", "{:.0%}"),
-    ("trainer tok/s", "trainer_tokens_per_s", "{:.0f}"),
-    ("rollout tok/s", "rollout_tokens_per_s", "{:.0f}"),
-)
-"""Label, name of the value, format."""
 
 
 class Display(Protocol):
@@ -74,7 +64,11 @@ def clock(seconds: float) -> str:
 
 def shown(values: Mapping[str, float]) -> list[tuple[str, str]]:
     """(label, text) of the values that there are."""
-    return [(label, form.format(values[name])) for label, name, form in _SHOWN if name in values]
+    return [
+        (spec.console.label, spec.console.form.format(values[spec.plain_name]))
+        for spec in CATALOGUE
+        if spec.console is not None and spec.plain_name in values
+    ]
 
 
 class PlainDisplay:

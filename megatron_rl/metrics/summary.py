@@ -1,14 +1,4 @@
-"""A finished run in a few numbers: from metrics.jsonl to a table and summary.json.
-
-Read from each training row, where they are there:
-    plan's summary (batching.step.summarise)   reward_mean, keep_set_coverage, routing_coverage, singleton_share, staleness_mean,
-                                               staleness_max, num_tokens, num_loss_tokens, num_rollouts
-    objective's metrics                        mismatch_kl_k1, abs_dlogp_mean, ratio_mean, entropy_keep_set
-    the same of probe rollouts                 probe/abs_dlogp_mean, probe/abs_dlogp_max, probe/ratio_mean,
-                                               probe/num_loss_tokens
-    trainer and rollouts                       overhead_share, step_s, trainer_tokens_per_s, rollout_tokens_per_s
-    weight sync                                sync_bytes
-"""
+"""A finished run in a few numbers: from metrics.jsonl to a table and summary.json. Which metrics, and how: the catalogue says."""
 
 import json
 import math
@@ -18,28 +8,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.metrics.catalogue import CATALOGUE, Statistic, SummaryRow
 from megatron_rl.metrics.rows import Row, read_rows, series
 
 EDGE = 10
 """Steps at either end of a run whose rewards are compared."""
 
-_WEIGHTED_MEANS = {
-    "keep_set_coverage": ("keep_set_coverage", "num_loss_tokens"),
-    "routing_coverage": ("routing_coverage", "num_tokens"),
-    "singleton_share": ("singleton_share", "num_loss_tokens"),
-    "staleness_mean": ("staleness_mean", "num_rollouts"),
-    "abs_dlogp_mean": ("probe/abs_dlogp_mean", "probe/num_loss_tokens"),
-    "ratio_mean": ("probe/ratio_mean", "probe/num_loss_tokens"),
-    "train_mismatch_kl_k1": ("mismatch_kl_k1", "num_loss_tokens"),
-    "train_abs_dlogp_mean": ("abs_dlogp_mean", "num_loss_tokens"),
-    "train_ratio_mean": ("ratio_mean", "num_loss_tokens"),
-    "overhead_share": ("overhead_share", "step_s"),
-    "trainer_tokens_per_s": ("trainer_tokens_per_s", "step_s"),
-    "rollout_tokens_per_s": ("rollout_tokens_per_s", "seconds"),
+_OF_ALL_ROWS = {
+    "wall_time_s": "from the first worker to the last step",
+    "num_tokens": "trained, prompts included",
+    "tokens_per_s": "trained, over the whole time",
 }
-"""Key of the summary: the value in a row, and what it is weighted by (a row without the weight counts 1)."""
-
-_LARGEST = {"staleness_max": "staleness_max", "abs_dlogp_max": "probe/abs_dlogp_max", "sync_bytes": "sync_bytes"}
+"""Rows of the summary that are made from no metric alone, with their meaning."""
 
 
 def summarise_run(rows: Sequence[Row], supervised: Sequence[Row] = ()) -> dict[str, float]:
@@ -49,19 +29,18 @@ def summarise_run(rows: Sequence[Row], supervised: Sequence[Row] = ()) -> dict[s
     are some versions apart. sync_bytes are those that one update sends to each server. wall_time_s adds up the processes of a resumed run, without the time between them.
     """
     summary: dict[str, float] = {"steps": len(rows)}
-    for name in ("reward", "entropy"):
-        values = series(rows, {"reward": "reward_mean", "entropy": "entropy_keep_set"}[name])
-        if values:
-            summary[f"{name}_first{EDGE}"] = _mean(values[:EDGE])
-            summary[f"{name}_last{EDGE}"] = _mean(values[-EDGE:])
-    for key, (name, weight) in _WEIGHTED_MEANS.items():
-        pairs = [(row.values[name], _weight(row, weight)) for row in rows if name in row.values]
+    for name, row_of in _rows("ends"):
+        if values := series(rows, name):
+            summary[f"{row_of.key}_first{EDGE}"] = _mean(values[:EDGE])
+            summary[f"{row_of.key}_last{EDGE}"] = _mean(values[-EDGE:])
+    for name, row_of in _rows("mean"):
+        pairs = [(row.values[name], _weight(row, row_of.weight)) for row in rows if name in row.values]
         total = sum(w for _, w in pairs)
         if total:
-            summary[key] = sum(value * w for value, w in pairs) / total
-    for key, name in _LARGEST.items():
+            summary[row_of.key] = sum(value * w for value, w in pairs) / total
+    for name, row_of in _rows("max"):
         if values := series(rows, name):
-            summary[key] = max(values)
+            summary[row_of.key] = max(values)
     wall_time = sum(row.seconds for row in [*supervised, *rows])
     summary["wall_time_s"] = wall_time
     summary["num_tokens"] = sum(series(rows, "num_tokens"))
@@ -79,38 +58,33 @@ def write_summary(metrics_file: Path, summary_file: Path) -> dict[str, float]:
     return summary
 
 
-_MEANING = {
-    "reward_first10": "mean of the first ten steps",
-    "reward_last10": "mean of the last ten steps",
-    "entropy_first10": "nats, over the keep-sets",
-    "keep_set_coverage": "share of the trained tokens with a keep-set",
-    "routing_coverage": "share of the tokens with routes",
-    "singleton_share": "share of the trained tokens whose keep-set has one id",
-    "staleness_mean": "weight updates between sampling and training",
-    "abs_dlogp_mean": "probes, at equal weights: |log p trainer - log p server|",
-    "ratio_mean": "probes, at equal weights",
-    "train_mismatch_kl_k1": "training batches, whose weights are some updates old",
-    "train_abs_dlogp_mean": "training batches",
-    "train_ratio_mean": "training batches",
-    "overhead_share": "of a step: neither Megatron, optimizer, waiting nor weight update",
-    "trainer_tokens_per_s": "while the trainer works",
-    "rollout_tokens_per_s": "sampled, over the whole time",
-    "wall_time_s": "from the first worker to the last step",
-    "num_tokens": "trained, prompts included",
-    "tokens_per_s": "trained, over the whole time",
-    "sync_bytes": "of one weight update to one server",
-}
-
-
 def print_summary(summary: dict[str, float], console: Console | None = None) -> None:
     """The table at a run's end."""
+    meanings = _meanings()
     table = Table(title="Summary", show_header=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
     table.add_column(style="dim")
     for key, value in summary.items():
-        table.add_row(key, f"{value:.6g}", _MEANING.get(key, ""))
+        table.add_row(key, f"{value:.6g}", meanings.get(key, ""))
     (console or Console()).print(table)
+
+
+def _rows(statistic: Statistic) -> list[tuple[str, SummaryRow]]:
+    """Name in the rows, and what the summary says of it."""
+    return [
+        (spec.plain_name, spec.summary) for spec in CATALOGUE if spec.summary is not None and spec.summary.statistic == statistic
+    ]
+
+
+def _meanings() -> dict[str, str]:
+    """By the summary's keys."""
+    ends = {
+        f"{row.key}_{end}{EDGE}": f"{row.meaning}: mean of the {end} {EDGE} steps"
+        for _, row in _rows("ends")
+        for end in ("first", "last")
+    }
+    return ends | {row.key: row.meaning for statistic in ("mean", "max") for _, row in _rows(statistic)} | _OF_ALL_ROWS
 
 
 def _weight(row: Row, name: str) -> float:

@@ -12,7 +12,8 @@ from plotly.offline import get_plotlyjs
 
 from megatron_rl.config import RunFolder
 from megatron_rl.metrics import Row, damaged_lines, read_rows, summarise_run
-from megatron_rl.report.figures import PANELS, colours, figure, trainer_waits
+from megatron_rl.metrics.catalogue import PANELS
+from megatron_rl.report.figures import colours, figure, trainer_waits
 from megatron_rl.report.lengths import lengths_figure, read_lengths
 from megatron_rl.report.rollouts import shown_rollouts
 

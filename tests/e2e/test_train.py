@@ -12,6 +12,7 @@ import pytest
 
 from megatron_rl.config import RunFolder
 from megatron_rl.metrics import read_rows
+from megatron_rl.metrics.catalogue import unknown_names
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "model_configs" / "tiny-moe-cpu.toml"
@@ -105,6 +106,7 @@ def test_a_finished_run_goes_on_to_more_steps(run):
     resumed = train(run.path, "--resume", "--run.steps", "3")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     rows = read_rows(run.metrics_file)
+    assert unknown_names({name for row in [*rows, *read_rows(run.metrics_file, "supervised")] for name in row.values}) == []
     assert [row.step for row in rows] == [0, 1, 2]
     assert rows[2].values["staleness_max"] <= 2  # of groups that were buffered when the first run ended
     saved = json.loads((run.checkpoint(3) / "orchestrator.json").read_text())

@@ -55,7 +55,7 @@ def test_the_summary_by_hand():
     assert s["equal_reward_share"] == 0.5
     assert s["num_loss_tokens"] == 5 + 9 + 5 + 5 == 24
     assert s["num_tokens"] == 24 + 4 * 3
-    assert s["singleton_share"] == 8 / 24
+    assert s["num_singletons"] / s["num_loss_tokens"] == 8 / 24
     assert s["keep_set_coverage"] == 23 / 24  # g0.1 lacks one set
     assert s["keep_set_size_mean"] == (11 * 3 + 20) / 23
     assert s["routing_coverage"] == 1.0  # all tokens but each sequence's last: 36 - 4 = 7 + 11 + 7 + 7

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_rl.config import RunFolder, load_config
 from megatron_rl.launch.observer import STEPS_OF_EQUAL_REWARDS, RunObserver
+from megatron_rl.metrics import read_rows
 
 CONFIG = Path(__file__).parents[3] / "model_configs" / "tiny-moe-cpu.toml"
 
@@ -30,3 +31,16 @@ def test_rewards_that_teach_nothing_are_said_once_while_it_lasts(tmp_path: Path,
     said = (folder.logs / "events.log").read_text()
     assert said.count("rewards teach nothing") == told
     assert not told or "mean is now 0.25" in said
+
+
+def test_a_plan_of_a_former_version_does_not_replace_what_the_trainer_measured(tmp_path: Path) -> None:
+    """Its summary has a singleton_share, which is now the trainer's name; such a plan is trained by a run that is resumed."""
+    folder = RunFolder(tmp_path / "run")
+    config = load_config(CONFIG)
+    folder.make()
+    folder.create(config)
+    with RunObserver(config, folder) as observer:
+        observer.batch({"singleton_share": 0.5, "reward_mean": 0.25}, ())
+        observer.step(0, {"singleton_share": 0.625}, rollout_tokens_per_s=1.0, ledger={"drawn": 1})
+    (row,) = read_rows(folder.metrics_file)
+    assert row.values["singleton_share"] == 0.625 and row.values["reward_mean"] == 0.25

@@ -8,11 +8,12 @@ import pytest
 from megatron_rl.batching import Spool
 from megatron_rl.config import RunFolder
 from megatron_rl.metrics import Row, write_summary
+from megatron_rl.metrics.catalogue import PANELS, curves_of
 from megatron_rl.metrics.rows import JsonLines
 from megatron_rl.objective.ratio_quantiles import QUANTILES
 from megatron_rl.orchestrator.ledger import Ledger
 from megatron_rl.report import ReportError, write_report
-from megatron_rl.report.figures import PANELS, colours, figure
+from megatron_rl.report.figures import colours, figure
 from megatron_rl.report.lengths import lengths_figure, read_lengths
 from megatron_rl.report.rollouts import shown_rollouts
 from tests.unit.report.run_folder import make_run
@@ -89,7 +90,7 @@ def test_lengths_of_what_was_trained_and_of_what_was_thrown_away(tmp_path):
 
 def test_the_ratio_is_drawn_as_the_trainer_measured_it(tmp_path):
     (panel,) = [panel for panel in PANELS if panel.title.startswith("Ratio")]
-    assert {"ratio_mean", *QUANTILES} == set(panel.series)
+    assert {"ratio_mean", *QUANTILES} == set(curves_of(panel))
 
 
 def test_a_thousand_steps_fit(tmp_path):
