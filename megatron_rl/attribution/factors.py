@@ -6,7 +6,8 @@ from typing import Any
 
 from megatron_rl.attribution.record import StepRecord
 from megatron_rl.attribution.scoring import Scoring
-from megatron_rl.config import Config
+from megatron_rl.config import Config, layout_values
+from megatron_rl.topology import Layout
 from megatron_rl.weight_mapping import ModelArchitecture, ParameterTable, Placement
 
 DROPOUT = 0.1
@@ -117,31 +118,22 @@ def _quantisation(config: Config) -> Factor:
         return Factor("quantisation off", reason="neither training nor rollouts are quantised")
     off = p.training != "full"
     change = {"training": "full", "activations": "full", "rollouts": "full"} if off else {"training": "qat"}
-    return Factor(f"quantisation {'off' if off else 'on'} in training", config=_changed(config, "precision", change))
+    return Factor(f"quantisation {'off' if off else 'on'} in training", config=config.with_values({"precision": change}))
 
 
 def _layout(config: Config, hf_config: Mapping[str, Any]) -> Factor:
     if config.layout.world_size > 1:
-        return Factor("another layout: one rank", config=_changed(config, "layout", _ONE_RANK))
+        return Factor("another layout: one rank", config=config.with_values({"layout": _ONE_RANK}))
     if config.device == "cuda":
         return Factor("another layout", reason="the run has one rank, and another layout would need a second GPU")
     for name in ("tensor", "expert", "pipeline"):
-        other = _changed(config, "layout", {**_ONE_RANK, "world_size": 2, name: 2})
+        other = config.with_values({"layout": {**_ONE_RANK, "world_size": 2, name: 2}})
         if _fits(other, hf_config):
             return Factor(f"another layout: {name} 2", config=other)
-    return Factor("another layout: two ranks", config=_changed(config, "layout", {**_ONE_RANK, "world_size": 2}))
+    return Factor("another layout: two ranks", config=config.with_values({"layout": {**_ONE_RANK, "world_size": 2}}))
 
 
-_ONE_RANK: dict[str, Any] = {
-    "world_size": 1, "tensor": 1, "pipeline": 1, "virtual_pipeline": 1, "context": 1, "expert": 1, "expert_tensor": 1,
-    "first_stage_layers": None, "last_stage_layers": None, "sequence_parallel": None,
-}  # fmt: skip
-
-
-def _changed(config: Config, section: str, values: Mapping[str, Any]) -> Config:
-    tree = config.model_dump()
-    tree[section] |= values
-    return Config.model_validate(tree)
+_ONE_RANK: dict[str, Any] = {**layout_values(Layout()), "sequence_parallel": None}
 
 
 def _fits(config: Config, hf_config: Mapping[str, Any]) -> bool:

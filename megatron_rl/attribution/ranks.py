@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from megatron_rl.attribution.scoring import Job, Outcome, Scoring
+from megatron_rl.attribution.scoring import JOB, OUTCOME, SCORES, Scoring, ScoringJob, ScoringOutcome
 from megatron_rl.batching import Microbatch, Spool, microbatches_for
 from megatron_rl.config import RunFolder
 from megatron_rl.conversion import HfCheckpoint
 from megatron_rl.engine.engine import Weights
 from megatron_rl.metrics import read_rows
 from megatron_rl.objective import Denominators, SupervisedLoss
-from megatron_rl.preflight.faults import TRAINING, planted
+from megatron_rl.preflight.faults import FAULTS_OF_CONSTRUCTION, injected_fault
 from megatron_rl.preflight.ranks import by_sequence
 from megatron_rl.processes import ignore_sigterm
 from megatron_rl.records import StepPlan, write_scores
@@ -35,7 +35,6 @@ from megatron_rl.weight_mapping import HeldParameter
 from megatron_rl.weight_mapping.param_mappings import GateUpMapping
 from megatron_rl.wire.control import decode, encode
 
-JOB, SCORES, OUTCOME = "job.json", "scores.safetensors", "outcome.json"
 OF_WEIGHTS = ("loss", "grad_norm", "abs_dlogp_mean")
 """Metrics that tell whether a step trained again came out as recorded; unlike others they do not depend on the layout."""
 SAME_METRIC = 1e-3
@@ -129,8 +128,8 @@ def exchanged_gate_up(held: HeldParameter, tensor: Tensor) -> Tensor:
 
 
 def attribute(run: RunFolder, scratch: RunFolder) -> None:
-    job = decode((scratch.path / JOB).read_bytes(), Job)
-    with planted(job.plant if job.plant in TRAINING else None):
+    job = decode((scratch.path / JOB).read_bytes(), ScoringJob)
+    with injected_fault(job.fault if job.fault in FAULTS_OF_CONSTRUCTION else None):
         config = scratch.config()
         trainer = Trainer(run, config, rendezvous_in(scratch.path, config.layout.world_size), steering=None)
     trainer.begin(Path(job.checkpoint) if job.checkpoint else None, recorded_start=True)
@@ -139,21 +138,21 @@ def attribute(run: RunFolder, scratch: RunFolder) -> None:
     versions, differing = _train_again(trainer, job)
     if job.save_to:
         save_checkpoint(trainer.engine, Path(job.save_to), job.step)
-    if job.plant:
+    if job.fault:
         versions = {
-            version: _come_in_again(trainer, weights, scratch.path / f"version_{version}", job.plant)
+            version: _come_in_again(trainer, weights, scratch.path / f"version_{version}", job.fault)
             for version, weights in versions.items()
         }
-    with planted(job.plant):
+    with injected_fault(job.fault):
         scorer = StepScorer(trainer, plan, versions)
         scores = score_all(scorer, job)
         unequal, compared = scorer.unequal_gradients() if job.compare_gradients else ((), 0)
     if trainer.groups.rank == 0:
         write_scores(scratch.path / SCORES, scores)
-        (scratch.path / OUTCOME).write_bytes(encode(Outcome(job.step - job.start, differing, unequal, compared)))
+        (scratch.path / OUTCOME).write_bytes(encode(ScoringOutcome(job.step - job.start, differing, unequal, compared)))
 
 
-def score_all(scorer: StepScorer, job: Job) -> dict[str, np.ndarray]:
+def score_all(scorer: StepScorer, job: ScoringJob) -> dict[str, np.ndarray]:
     """By name, on rank 0. The hypotheses only where the residual leaves more than rounding."""
     scores = {name: scorer.score(scoring) for name, scoring in job.scorings.items()}
     if job.residual is not None:
@@ -164,7 +163,7 @@ def score_all(scorer: StepScorer, job: Job) -> dict[str, np.ndarray]:
     return scores
 
 
-def _train_again(trainer: Trainer, job: Job) -> tuple[dict[int, Weights], tuple[str, ...]]:
+def _train_again(trainer: Trainer, job: ScoringJob) -> tuple[dict[int, Weights], tuple[str, ...]]:
     """The weights of the job's versions, and metrics that did not come out as recorded."""
     versions = {}
     rows = {row.step: row.values for row in read_rows(trainer.folder.metrics_file)}
@@ -179,11 +178,11 @@ def _train_again(trainer: Trainer, job: Job) -> tuple[dict[int, Weights], tuple[
     return versions, tuple(differing)
 
 
-def _come_in_again(trainer: Trainer, weights: Weights, folder: Path, plant: str) -> Weights:
-    """The weights written out as a Hugging Face folder and read back with the fault planted, as at the start of a run."""
+def _come_in_again(trainer: Trainer, weights: Weights, folder: Path, fault: str) -> Weights:
+    """The weights written out as a Hugging Face folder and read back with the fault injected, as at the start of a run."""
     with trainer.engine.holding(weights):
         write_policy(trainer.engine, folder, trainer.folder.model)
-    with planted(plant):
+    with injected_fault(fault):
         trainer.engine.load_weights(HfCheckpoint.open(folder))
     return trainer.engine.snapshot()
 

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+JOB, OUTCOME, SCORES = "job.json", "outcome.json", "scores.safetensors"
+"""Files of a scratch folder: what the ranks are to do, and what they found."""
+
 
 @dataclass(frozen=True)
 class Scoring:
@@ -22,7 +25,7 @@ class Scoring:
 
 
 @dataclass(frozen=True)
-class Job:
+class ScoringJob:
     """What the ranks do: get at the weights, score, and score again under the hypotheses if too much is left."""
 
     step: int
@@ -38,14 +41,15 @@ class Job:
     """The scoring that leaves nothing but rounding in a healthy run."""
     rounding: float = 0.0
     """Mean |d| of the residual above which the hypotheses are tried."""
-    plant: str | None = None
+    fault: str | None = None
+    """The fault to inject."""
     compare_gradients: bool = False
     save_to: str | None = None
     """Folder for the state at `step`, for ranks under another configuration."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScoringOutcome:
     """Beside the log-probs. Example: steps 20 and 21 were trained again, and came out as recorded."""
 
     retrained: int = 0

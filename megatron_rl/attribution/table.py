@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_rl.attribution.shares import METRICS, Attribution, Row
+from megatron_rl.attribution.effects import METRICS, Attribution, FactorEffect
 
 _NUMBERS = ("k1", "k3", "abs_mean", "abs_max", "ratio_mean")
 _HEADS = ("k1", "k3", "mean |d|", "max |d|", "mean ratio")
@@ -78,13 +78,13 @@ def _table(title: str, first: str, last: str) -> Table:
     return table
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: FactorEffect) -> tuple[str, ...]:
     if row.mismatch is None:
         return (f"{escape(row.name)}: [dim]not applicable: {escape(row.reason)}[/dim]", *[""] * len(_NUMBERS))
     return (escape(row.name), *(_number(getattr(row.mismatch, name)) for name in _NUMBERS))
 
 
-def _share(row: Row, base: float) -> str:
+def _share(row: FactorEffect, base: float) -> str:
     if row.accounts_for is None:
         return ""
     if row.accounts_for < 0:

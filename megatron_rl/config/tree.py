@@ -1,7 +1,8 @@
 """The whole configuration of a run, and the rules that hold between its sections."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -47,8 +48,23 @@ class Config(Section):
     metrics: Metrics = Metrics()
     slurm: Slurm = Slurm()
 
+    def with_values(self, changes: Mapping[str, Mapping[str, Any]]) -> "Config":
+        """A copy in which some values differ, checked like any configuration.
+
+        Args:
+            changes: Values by section and key.
+
+        Raises:
+            ValueError: The changed configuration breaks a rule.
+        """
+        tree = self.model_dump()
+        for section, values in changes.items():
+            tree[section] |= values
+        return Config.model_validate(tree)
+
     @property
     def parallel_layout(self) -> Layout:
+        """The parallelism layout of the trainer's ranks."""
         section = self.layout
         return Layout(
             world_size=section.world_size, tp=section.tensor, pp=section.pipeline, cp=section.context, ep=section.expert,
@@ -118,6 +134,15 @@ class Config(Section):
         if broken:
             raise ValueError("; ".join(broken))
         return self
+
+
+def layout_values(layout: Layout) -> dict[str, int | None]:
+    """The values of [layout] that make `Config.parallel_layout` this layout."""
+    return {
+        "world_size": layout.world_size, "tensor": layout.tp, "pipeline": layout.pp, "virtual_pipeline": layout.vpp,
+        "context": layout.cp, "expert": layout.ep, "expert_tensor": layout.etp,
+        "first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers,
+    }  # fmt: skip
 
 
 def _one_model(c: Config) -> str | None:

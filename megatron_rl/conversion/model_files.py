@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config import Config
 from megatron_rl.conversion.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -36,6 +37,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(file)
 
 
+def hf_config_of(config: Config) -> dict[str, Any]:
+    """config.json of a run's model: the one in its folder, or the one written out in the configuration. Weights are not read."""
+    if config.model.path is None:
+        return dict(config.model.architecture or {})
+    return read_config(config.model.path)
+
+
 def write_model_files(folder: Path, config: Mapping[str, Any], assets_from: Path | None) -> None:
     """config.json, and the other files of the model folder `assets_from`."""
     write_json(folder / CONFIG_FILE, config)
@@ -51,6 +59,8 @@ def write_model_files(folder: Path, config: Mapping[str, Any], assets_from: Path
 def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from None
     if not isinstance(content, dict):

@@ -12,12 +12,12 @@ from megatron_rl.preflight.check import check
 from megatron_rl.preflight.table import print_report
 
 
-def check_and_print(config: Config, *, plant: str | None, with_server: bool, json_file: Path | None) -> bool:
+def check_and_print(config: Config, *, fault: str | None, with_server: bool, json_file: Path | None) -> bool:
     """Whether all stages passed. json_file: where the numbers go as well."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that processes and files go on this way out too
     console = Console()
     with console.status("starting") as status:  # nothing where nobody looks
-        report = check(config, plant=plant, with_server=with_server, announce=status.update)
+        report = check(config, fault=fault, with_server=with_server, announce=status.update)
     print_report(report, console)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")

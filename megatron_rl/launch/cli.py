@@ -183,6 +183,9 @@ def logs(
         show_logs(RunFolder(run_dir), name, follow, typer.echo)
 
 
+FormerInjectFault = Annotated[str | None, typer.Option("--plant", hidden=True)]
+
+
 @app.command(context_settings=Overrides)
 def attribute(
     context: typer.Context,
@@ -192,13 +195,14 @@ def attribute(
     retrain: Annotated[
         int, typer.Option(min=0, help="Most steps to train again, to get at weights that no checkpoint holds.")
     ] = 20,
-    plant: Annotated[
+    inject_fault: Annotated[
         str | None,
         typer.Option(
-            help="Plant a fault, to see it named: swapped-gate-up, shifted-routes, one-sided-temperature, unreduced-expert-grad.",
+            help="Inject a fault, to see it named: swapped-gate-up, shifted-routes, one-sided-temperature, unreduced-expert-grad.",
             show_default=False,
         ),
     ] = None,
+    plant: FormerInjectFault = None,
 ) -> None:
     """Say where the mismatch of a step comes from: its rollouts are scored again with one thing changed at a time.
 
@@ -210,7 +214,8 @@ def attribute(
     from megatron_rl.launch.attribute import attribute_and_print
 
     with reporting_errors(RunFolder(run_dir)):
-        clean = attribute_and_print(RunFolder(run_dir), context.args, step, retrain=retrain, plant=plant, json_file=json_file)
+        fault = _renamed("--plant", plant, "--inject-fault", inject_fault)
+        clean = attribute_and_print(RunFolder(run_dir), context.args, step, retrain=retrain, fault=fault, json_file=json_file)
     if not clean:
         raise typer.Exit(1)
 
@@ -221,13 +226,14 @@ def check(
     config: Annotated[Path, typer.Argument(help="The TOML file of the run that is to be submitted.", show_default=False)],
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here, as JSON.", show_default=False)] = None,
     no_server: Annotated[bool, typer.Option("--no-server", help="Leave out the stage with a real vLLM server.")] = False,
-    plant: Annotated[
+    inject_fault: Annotated[
         str | None,
         typer.Option(
-            help="Plant a fault, to see the check fail: swapped-gate-up, shifted-routes, one-sided-temperature, unreduced-expert-grad.",
+            help="Inject a fault, to see the check fail: swapped-gate-up, shifted-routes, one-sided-temperature, unreduced-expert-grad.",
             show_default=False,
         ),
     ] = None,
+    plant: FormerInjectFault = None,
 ) -> None:
     """Prove model and layout on a small copy of the run, on this machine's CPU, before a job is submitted.
 
@@ -239,7 +245,8 @@ def check(
     from megatron_rl.launch.check import check_and_print
 
     with reporting_errors():
-        passed = check_and_print(load_config(config, context.args), plant=plant, with_server=not no_server, json_file=json_file)
+        fault = _renamed("--plant", plant, "--inject-fault", inject_fault)
+        passed = check_and_print(load_config(config, context.args), fault=fault, with_server=not no_server, json_file=json_file)
     if not passed:
         raise typer.Exit(1)
 
@@ -358,6 +365,14 @@ def megatron_to_hf(
         if quantize is None and (quantize_layout != "modelopt" or names != [None, None]):
             raise ConfigError("--quantize-layout, --quantize-modules and --quantize-exclude say how; add --quantize nvfp4")
         convert_megatron_to_hf(source, out, resume, quantised_as(source, quantize_layout, *names) if quantize else None)
+
+
+def _renamed(former: str, former_value: str | None, name: str, value: str | None) -> str | None:
+    """The value of a renamed option. Its former name is still taken, with one line that names the new one."""
+    if former_value is None:
+        return value
+    typer.secho(f"megatron-rl: {former} is now called {name}", fg="yellow", err=True)
+    return former_value if value is None else value
 
 
 def main() -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_rl.config import Config, ConfigError
+from megatron_rl.conversion.model_files import hf_config_of
 from megatron_rl.metrics import wide_console
 from megatron_rl.planner import Balanced, Machine, ParameterCounts, Workload, balance, candidate_of, machine_named, workload_of
 from megatron_rl.planner.choice import write_choice
 from megatron_rl.planner.machine import to_toml
 from megatron_rl.planner.measure import measure_machine
 from megatron_rl.planner.picture import check_format, draw
-from megatron_rl.planner.requests import hf_config_of, named_candidate
+from megatron_rl.planner.requests import named_candidate
 from megatron_rl.planner.rollouts import WEIGHT_BYTES
 from megatron_rl.planner.search import enough_ranks, room, verdict
 from megatron_rl.planner.step_time import OPTIMIZER_BYTES

@@ -5,13 +5,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_rl.batching import Spool
 from megatron_rl.config import Config, ConfigError, RunFolder, load_config, to_toml
 from megatron_rl.launch.local import prepare_model
-from megatron_rl.metrics import read_rows
 from megatron_rl.orchestrator import replay_processes
 from megatron_rl.processes import Child, ProcessError, stop_all
 from megatron_rl.trainer.comparison import StepComparison
+from megatron_rl.trainer.recorded_run import recorded_steps, starting_steps
 from megatron_rl.wire.control import decode
 
 GRACE_S = 5.0
@@ -37,23 +36,8 @@ def replay_run(run: RunFolder, overrides: Sequence[str], first: int, steps: int 
     return all(comparison.equal for comparison in compared)
 
 
-def recorded_steps(run: RunFolder) -> list[int]:
-    """Steps that were trained, and whose plan and payloads are there and whole."""
-    if not run.metrics_file.exists():
-        return []
-    spool = Spool(run.path)
-    return [row.step for row in read_rows(run.metrics_file) if spool.recorded(row.step) is not None]
-
-
-def beginnings(run: RunFolder, recorded: Sequence[int]) -> list[int]:
-    """Those of the recorded steps before which the run's state is known: the start of the run, and the checkpoints that are kept."""
-    config = run.config()
-    starts = [0] if not config.supervised.steps or run.supervised_seal.exists() else []
-    return sorted({*starts, *(step for step, _ in run.whole_checkpoints())} & set(recorded))
-
-
 def _steps_from(run: RunFolder, recorded: Sequence[int], first: int, steps: int | None) -> int:
-    known = beginnings(run, recorded)
+    known = starting_steps(run, recorded)
     if first not in known:
         raise ConfigError(
             f"--from-step {first}: {run.path} can be replayed from {', '.join(map(str, known)) or 'no step'}: the start and the kept "

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, layout_values
 from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.planner.counts import ParameterCounts
 from megatron_rl.planner.fit import SEQUENCE, Case, fitted, predicted
@@ -17,6 +17,7 @@ from megatron_rl.planner.machine import Machine
 from megatron_rl.planner.measured_ranks import RankMeasurement, measure
 from megatron_rl.planner.workload import Candidate, Recompute
 from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping.shrink import SmallSizes, shrink_model
 
 MEASURED = "measured"
 """Name of the fitted machine."""
@@ -27,14 +28,16 @@ AGREE, FEWEST_ROUNDS, MOST_ROUNDS = 1.04, 3, 6
 """All cases are run in turn, round after round, each until its two fastest runs differ by less than this factor: what else goes on in a
 machine slows it for a while, which runs of one case behind one another would take for the case's own."""
 
-_SIZES = {
-    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "moe_intermediate_size": 256, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8,
-    "num_experts_per_tok": 2, "experts_per_token": 2, "n_group": 1, "topk_group": 1, "max_position_embeddings": 4096,
-    "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "first_k_dense_replace": 1,
-    "mlp_only_layers": [], "num_nextn_predict_layers": 0,
-}  # fmt: skip
-"""In place of what a config gives under these keys: large enough that a step is products and not Python, small enough for a laptop."""
+MEASURED_SIZES = SmallSizes(
+    {
+        "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "moe_intermediate_size": 256, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "num_experts": 8, "num_local_experts": 8,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "experts_per_token": 2, "n_group": 1, "topk_group": 1,
+        "max_position_embeddings": 4096, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+        "v_head_dim": 32, "first_k_dense_replace": 1, "mlp_only_layers": [],
+    }
+)  # fmt: skip
+"""Large enough that a step is matrix products and not Python, small enough for a laptop."""
 
 
 def _case(layout: Layout, sequences: int, sequences_at_once: int, recompute: Recompute = "none", *, fits: bool = False) -> Case:
@@ -83,23 +86,11 @@ class Comparison:
         return abs(self.time_error) <= LARGEST_TIME_ERROR and abs(self.memory_error) <= LARGEST_MEMORY_ERROR
 
 
-def shrunken(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of the same family with small sizes."""
-    dropped = ("quantization_config", "auto_map")
-    small = {key: value for key, value in hf_config.items() if value is not None and key not in dropped}
-    small |= {key: size for key, size in _SIZES.items() if key in small}
-    if isinstance(small.get("layer_types"), list):
-        small["layer_types"] = small["layer_types"][: _SIZES["num_hidden_layers"]]
-    if "kv_lora_rank" in small:
-        small |= {"num_key_value_heads": small["num_attention_heads"], "head_dim": small["qk_rope_head_dim"]}
-    return small
-
-
 def measure_machine(
     config: Config, hf_config: Mapping[str, Any], machine: Machine, announce: Callable[[str], None]
 ) -> tuple[Machine, list[Comparison]]:
     """The machine with fitted factors, and how well it predicts; `announce` is told what runs."""
-    small = shrunken(hf_config)
+    small = shrink_model(hf_config, MEASURED_SIZES)
     counts = ParameterCounts(small)
     cases = CASES if counts.architecture.moe else DENSE_CASES
     runs: list[list[RankMeasurement]] = [[] for _ in cases]
@@ -134,22 +125,15 @@ def _run(config: Config, case: Case) -> RankMeasurement:
 
 
 def _config_of(config: Config, hf_config: Mapping[str, Any], candidate: Candidate) -> Config:
-    layout = candidate.layout
-    tree = config.model_dump()
     changes: dict[str, dict[str, Any]] = {
         "run": {"device": "cpu"},
         "model": {"path": None, "architecture": dict(hf_config), "dtype": "float32", "max_sequence_length": SEQUENCE},
         "rollouts": {"max_new_tokens": SEQUENCE // 2, "keep_set_source": "processed_logprobs", "top_k": 16, "max_keep_set": 16},
-        "layout": {
-            "world_size": layout.world_size, "tensor": layout.tp, "pipeline": layout.pp, "virtual_pipeline": layout.vpp, "context": layout.cp,
-            "expert": layout.ep, "expert_tensor": layout.etp, "first_stage_layers": None, "last_stage_layers": None, "sequence_parallel": None,
-        },
+        "layout": layout_values(candidate.layout) | {"sequence_parallel": None},
         "trainer": {"max_tokens_per_microbatch": candidate.microbatch_tokens, "recompute": candidate.recompute, "threads_per_rank": 1},
         "metrics": {"entropy_full_tokens": 0}, "precision": {"training": "full", "rollouts": "full", "activations": "full"},
     }  # fmt: skip
-    for section, values in changes.items():
-        tree[section] |= values
-    return Config.model_validate(tree)
+    return config.with_values(changes)
 
 
 def _compare(counts: ParameterCounts, machine: Machine, case: Case, found: RankMeasurement, settled: bool) -> Comparison:

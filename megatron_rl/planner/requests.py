@@ -1,9 +1,6 @@
-"""What a user asks of the planner: the model's config.json, a named layout."""
+"""A layout that a user names on the command line."""
 
-import json
-from typing import Any
-
-from megatron_rl.config import Config, ConfigError
+from megatron_rl.config import ConfigError
 from megatron_rl.planner.workload import RECOMPUTE, Candidate, Workload
 from megatron_rl.topology import Layout
 
@@ -18,24 +15,6 @@ _SIZES = {
     "LAST": "last_stage_layers",
 }
 _OTHERS = ("GPUS", "MICROBATCH", "RECOMPUTE")
-
-
-def hf_config_of(config: Config) -> dict[str, Any]:
-    """Of the folder only config.json is read, so that a plan can be made where the weights are not."""
-    if config.model.path is None:
-        return dict(config.model.architecture or {})
-    file = config.model.path / "config.json"
-    try:
-        found = json.loads(file.read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"{file}: cannot be read ({error.strerror}); a plan needs the model's config.json there, and nothing else of the folder"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{file}: no valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file}: holds no table")
-    return found
 
 
 def named_candidate(text: str, work: Workload, world_size: int) -> Candidate:

@@ -5,7 +5,7 @@
     table.print_report(report, Console())
 
 shrink makes the copy; oracle is transformers' model in float64, which also samples the sequences; ranks is what the trainer's
-ranks run; stages compares; plants are faults planted on purpose, to see that each stage can fail.
+ranks run; stages compares; faults are injected on purpose, to see that each stage can fail.
 
 Importing this package loads nothing else: the ranks import parts of it, and do without transformers.
 """

@@ -1,16 +1,21 @@
-"""Faults planted on purpose: each wraps a function of the program from outside, for the length of a block."""
+"""Faults that are injected on purpose, to see that a check notices them: each wraps a function of the program for the length of a block."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from megatron_rl.batching import collate as batching
-from megatron_rl.weight_mapping import param_mappings
+from megatron_rl.config import ConfigError
+from megatron_rl.weight_mapping import ParameterTable, param_mappings
 
 
 @contextmanager
-def planted(name: str | None) -> Iterator[None]:
-    """In this process, within the block; None: nothing is planted."""
+def injected_fault(name: str | None) -> Iterator[None]:
+    """Injects a fault into this process for the length of the block.
+
+    Args:
+        name: One of `FAULTS`; None injects nothing.
+    """
     if name is None:
         yield
         return
@@ -20,7 +25,7 @@ def planted(name: str | None) -> Iterator[None]:
 
 @contextmanager
 def swapped_gate_up() -> Iterator[None]:
-    """Weights come into Megatron with gate and up in each other's place."""
+    """Loads the weights of gate and up into Megatron in exchanged places."""
     with (
         _wrapped(param_mappings.GateUpMapping, "fuse", lambda fuse: lambda self, parts: fuse(self, list(parts)[::-1])),
         _wrapped(param_mappings.GateUpMapping, "row_pieces", lambda pieces: lambda self, tensors: pieces(self, tensors)[::-1]),
@@ -30,7 +35,7 @@ def swapped_gate_up() -> Iterator[None]:
 
 @contextmanager
 def shifted_routes() -> Iterator[None]:
-    """Each token of a sequence is sent to the experts of the token before it."""
+    """Sends each token of a sequence to the experts of the token before it."""
 
     def shifting(write: Callable[..., None]) -> Callable[..., None]:
         def write_shifted(columns: dict[str, Any], member: Any, start: int) -> None:
@@ -47,7 +52,7 @@ def shifted_routes() -> Iterator[None]:
 
 @contextmanager
 def one_sided_temperature() -> Iterator[None]:
-    """The trainer scores at temperature 1 what was sampled at another one."""
+    """Scores at temperature 1 in the trainer what was sampled at another temperature."""
 
     def forgetting(write: Callable[..., slice]) -> Callable[..., slice]:
         def write_without_temperature(columns: dict[str, Any], member: Any, start: int, step: int) -> slice:
@@ -63,7 +68,7 @@ def one_sided_temperature() -> Iterator[None]:
 
 @contextmanager
 def unreduced_expert_grad() -> Iterator[None]:
-    """The gradients of experts stay those of each rank's own tokens."""
+    """Leaves out the reduction of the experts' gradients over ranks: each rank keeps those of its own tokens."""
     # Imported here: it loads Megatron, for which the stand-in for CUDA has to be in place.
     from megatron_rl.engine import engine
 
@@ -81,12 +86,35 @@ def unreduced_expert_grad() -> Iterator[None]:
 
 
 FAULTS = {
-    "swapped-gate-up": swapped_gate_up, "shifted-routes": shifted_routes, "one-sided-temperature": one_sided_temperature,
+    "swapped-gate-up": swapped_gate_up,
+    "shifted-routes": shifted_routes,
+    "one-sided-temperature": one_sided_temperature,
     "unreduced-expert-grad": unreduced_expert_grad,
-}  # fmt: skip
-NEED_EXPERTS = ("shifted-routes", "unreduced-expert-grad")
-TRAINING = ("unreduced-expert-grad",)
-"""Faults that lie in an engine from its construction on, and change no score."""
+}
+"""By the name that `--inject-fault` takes."""
+FAULTS_OF_EXPERTS = ("shifted-routes", "unreduced-expert-grad")
+"""Faults that a dense model cannot have."""
+FAULTS_OF_CONSTRUCTION = ("unreduced-expert-grad",)
+"""Faults that an engine has from its construction on; they change gradients, but no log-prob."""
+
+
+def check_fault_applies(name: str | None, hf_config: Mapping[str, Any]) -> None:
+    """Refuses a fault that does not exist or that the model cannot have.
+
+    Args:
+        name: What `--inject-fault` was given; None passes.
+        hf_config: config.json of the model.
+
+    Raises:
+        ConfigError: The message lists the faults that can be injected.
+    """
+    if name is None:
+        return
+    if name not in FAULTS:
+        raise ConfigError(f"--inject-fault {name}: there is no such fault; use one of {', '.join(FAULTS)}")
+    if name in FAULTS_OF_EXPERTS and ParameterTable(hf_config).architecture.moe is None:
+        others = [fault for fault in FAULTS if fault not in FAULTS_OF_EXPERTS]
+        raise ConfigError(f"--inject-fault {name}: the model has no experts; use one of {', '.join(others)}")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from megatron_rl.engine.weight_export import HfTensors
 from megatron_rl.inference.registry import engine_of
 from megatron_rl.inference.sender import ServerAddress
 from megatron_rl.objective import Denominators, PolicyLoss, SupervisedLoss
-from megatron_rl.preflight.faults import planted
+from megatron_rl.preflight.faults import injected_fault
 from megatron_rl.preflight.subject import PLAIN, REPLAYED, Scores, Subject
 from megatron_rl.records import StepPlan
 from megatron_rl.weight_sync import update_servers
@@ -81,18 +81,18 @@ class Run:
 
 
 @contextmanager
-def opened(subject: Subject, config: Config, plant: str | None) -> Iterator[Run]:
+def opened(subject: Subject, config: Config, fault: str | None) -> Iterator[Run]:
     """A fresh engine at the config's layout. Determinism is as the config wants it."""
     set_determinism(config.run.deterministic)
-    with planted(plant), parallel_layout(config.parallel_layout) as groups:
+    with injected_fault(fault), parallel_layout(config.parallel_layout) as groups:
         run = Run(subject, config, groups)
         with closing(run.engine):
             yield run
 
 
-def forward(rank: int, subject: Subject, config: Config, plant: str | None) -> Forward:
+def forward(rank: int, subject: Subject, config: Config, fault: str | None) -> Forward:
     """Of the plain plan, experts as the live routers choose."""
-    with opened(subject, config, plant) as run:
+    with opened(subject, config, fault) as run:
         microbatches = run.microbatches(subject.plans[PLAIN], routing_replay=False)
         scores = run.engine.score(microbatches)
         denominators = Denominators.of(run.plan(subject.plans[PLAIN]))
@@ -103,9 +103,9 @@ def forward(rank: int, subject: Subject, config: Config, plant: str | None) -> F
         return Forward(log_probs, entropies, gradients)
 
 
-def step(rank: int, subject: Subject, config: Config, plant: str | None) -> Step:
+def step(rank: int, subject: Subject, config: Config, fault: str | None) -> Step:
     """Of the replayed plan: scores, gradients and one update of the run's own objective."""
-    with opened(subject, config, plant) as run:
+    with opened(subject, config, fault) as run:
         microbatches = run.microbatches(subject.plans[REPLAYED])
         loss, denominators = PolicyLoss(config.objective), Denominators.of(run.plan(subject.plans[REPLAYED]))
         log_probs = by_sequence(microbatches, [s.log_probs for s in run.engine.score(microbatches)])
@@ -114,9 +114,9 @@ def step(rank: int, subject: Subject, config: Config, plant: str | None) -> Step
         return Step(log_probs, metrics["loss"].value, gradients, copied(run.engine.hf_tensors()))
 
 
-def replays(rank: int, subject: Subject, config: Config, plant: str | None) -> Replays:
+def replays(rank: int, subject: Subject, config: Config, fault: str | None) -> Replays:
     """Of the replayed plan, as it is and with one thing wrong at a time."""
-    with opened(subject, config, plant) as run:
+    with opened(subject, config, fault) as run:
         moe = run.engine.table.architecture.moe
         recorded = run.microbatches(subject.plans[REPLAYED])
 
@@ -131,23 +131,23 @@ def replays(rank: int, subject: Subject, config: Config, plant: str | None) -> R
         )
 
 
-def loaded_weights(rank: int, subject: Subject, config: Config, plant: str | None) -> dict[str, Tensor]:
+def loaded_weights(rank: int, subject: Subject, config: Config, fault: str | None) -> dict[str, Tensor]:
     """What rank 0 gathers from all ranks after each has loaded its part."""
-    with opened(subject, config, plant) as run:
+    with opened(subject, config, fault) as run:
         return copied(run.engine.hf_tensors())
 
 
-def scores_of(rank: int, subject: Subject, config: Config, plant: str | None, plan: str) -> Scores:
-    with opened(subject, config, plant) as run:
+def scores_of(rank: int, subject: Subject, config: Config, fault: str | None, plan: str) -> Scores:
+    with opened(subject, config, fault) as run:
         microbatches = run.microbatches(plan)
         return by_sequence(microbatches, [s.log_probs for s in run.engine.score(microbatches)])
 
 
-def publish(rank: int, subject: Subject, config: Config, plant: str | None, url: str, key: str, version: int) -> dict[str, str]:
+def publish(rank: int, subject: Subject, config: Config, fault: str | None, url: str, key: str, version: int) -> dict[str, str]:
     """The ranks gather, rank 0 sends to the server. On rank 0, name and reason if the server does not hold it; {} otherwise."""
     from megatron_rl.trainer.publisher import PolicySource
 
-    with opened(subject, config, plant) as run:
+    with opened(subject, config, fault) as run:
         source = PolicySource(run.engine)
         if rank != 0:
             for _ in source:

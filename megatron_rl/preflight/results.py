@@ -42,7 +42,7 @@ class CheckReport:
 
     model: dict[str, Any]
     layout: dict[str, Any]
-    plant: str | None
+    injected_fault: str | None
     stages: tuple[StageResult, ...]
 
     @property
@@ -51,7 +51,8 @@ class CheckReport:
         return tuple(stage.name for stage in self.stages if not stage.passed)
 
     def as_json(self) -> dict[str, Any]:
-        tree = asdict(self) | {"passed": not self.failed, "failed": list(self.failed)}
+        """What `--json` writes; the injected fault also under its former name, "plant"."""
+        tree = asdict(self) | {"plant": self.injected_fault, "passed": not self.failed, "failed": list(self.failed)}
         for stage, found in zip(tree["stages"], self.stages, strict=True):
             stage["passed"] = None if found.skipped else found.passed
             for entry, measured in zip(stage["measurements"], found.measurements, strict=True):

@@ -16,7 +16,7 @@ from megatron_rl.inference.errors import ServerError
 from megatron_rl.inference.registry import engine_of
 from megatron_rl.inference.sampled_model import SampledModel, read_sampled_model
 from megatron_rl.preflight import ranks
-from megatron_rl.preflight.faults import planted
+from megatron_rl.preflight.faults import injected_fault
 from megatron_rl.preflight.results import Measurement
 from megatron_rl.preflight.sequences import write_plan
 from megatron_rl.preflight.shrink import SAMPLING
@@ -33,7 +33,7 @@ _PROBES = 2
 """Number of the probes' plan; also its step, which none of its tokens may be newer than."""
 
 
-def why_not(subject: Subject) -> str | None:
+def why_no_server(subject: Subject) -> str | None:
     """Why no server can be asked on this machine; None where one can."""
     return engine_of(subject.config).why_not_comparable(subject.table.architecture)
 
@@ -66,17 +66,17 @@ def running_server(subject: Subject) -> Iterator[Child]:
         stop_all([child], grace_s=5.0)
 
 
-def sync(subject: Subject, many: RankPool, server: Child, plant: str | None) -> list[Measurement]:
+def sync(subject: Subject, layout_pool: RankPool, server: Child, fault: str | None) -> list[Measurement]:
     """Every rank's weights into the server, then what the server samples against what the ranks score."""
     url, key = url_of(server), server.command.env[KEY_VARIABLE]
     _wait_until_healthy(engine_of(subject.config), server, url)
-    failed = many.run(ranks.publish, subject, subject.config, plant, url, key, VERSION)[0]
+    failed = layout_pool.run(ranks.publish, subject, subject.config, fault, url, key, VERSION)[0]
     if failed:
         raise ProcessError(f"the server does not hold the weights: {failed[url]}")
     probes = asyncio.run(_sample(subject, url, key))
-    with planted(plant):  # a plan is written and read as in a run
+    with injected_fault(fault):  # a plan is written and read as in a run
         plan = write_plan(subject.folder, _PROBES, probes)
-    answers = many.run(ranks.scores_of, subject, subject.config, plant, plan)
+    answers = layout_pool.run(ranks.scores_of, subject, subject.config, fault, plan)
     found = {number: values for part in answers for number, values in part.items()}
     d = np.concatenate(
         [np.abs(values.astype(np.float64) - probes[n].logprobs[probes[n].loss_mask]) for n, values in found.items()]

@@ -13,7 +13,7 @@ from megatron_rl.config import Config
 from megatron_rl.conversion import HfCheckpoint, hf_tensors, hf_to_megatron, megatron_to_hf
 from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.preflight import ranks
-from megatron_rl.preflight.faults import planted
+from megatron_rl.preflight.faults import injected_fault
 from megatron_rl.preflight.results import Measurement
 from megatron_rl.preflight.subject import PLAIN, REPLAYED, Scores, Subject
 from megatron_rl.weight_mapping import HeldParameter, Placement, TensorMismatchError
@@ -33,21 +33,23 @@ KEPT_MASS = 1e-3
 """The mass that top-p cuts off is at least this, or nothing could be said of keep-sets."""
 
 
-def conversion(subject: Subject, many: RankPool, plant: str | None) -> list[Measurement]:
+def conversion(subject: Subject, layout_pool: RankPool, fault: str | None) -> list[Measurement]:
     """Hugging Face to Megatron and back, to the last bit: through checkpoints, each rank's shards, and running ranks."""
     given = dict(subject.weights())
-    with planted(plant):
+    with injected_fault(fault):
         through_files, through_shards = _through_checkpoints(subject), _through_shards(subject)
-    through_ranks = many.run(ranks.loaded_weights, subject, subject.config, plant)[0]
+    through_ranks = layout_pool.run(ranks.loaded_weights, subject, subject.config, fault)[0]
     return [
         Measurement(f"tensors that differ after HF -> {way} -> HF, of {len(given)}", _num_different(found, given), 0)
         for way, found in (("dist-checkpoint", through_files), ("shards", through_shards), ("running ranks", through_ranks))
     ]
 
 
-def forward(subject: Subject, expected_gradients: Mapping[str, Tensor], one: RankPool, plant: str | None) -> list[Measurement]:
+def forward(
+    subject: Subject, expected_gradients: Mapping[str, Tensor], single_rank: RankPool, fault: str | None
+) -> list[Measurement]:
     """One rank of ours in fp32 against transformers in fp64, over keep-sets, experts as the routers choose."""
-    found = one.run(ranks.forward, subject, _on_one_rank(subject), plant)[0]
+    found = single_rank.run(ranks.forward, subject, _on_one_rank(subject), fault)[0]
     wanted = subject.expected[PLAIN]
     return [
         Measurement("|log p - transformers'|, largest", _largest(found.log_probs, wanted.log_probs), LOG_PROB),
@@ -60,10 +62,10 @@ def forward(subject: Subject, expected_gradients: Mapping[str, Tensor], one: Ran
     ]
 
 
-def layout(subject: Subject, one: RankPool, many: RankPool, plant: str | None) -> list[Measurement]:
+def layout(subject: Subject, single_rank: RankPool, layout_pool: RankPool, fault: str | None) -> list[Measurement]:
     """The user's layout against one rank without recomputation: the run's own objective, both replays, one optimizer step."""
-    wanted = one.run(ranks.step, subject, _on_one_rank(subject), plant)[0]
-    answers = many.run(ranks.step, subject, subject.config, plant)
+    wanted = single_rank.run(ranks.step, subject, _on_one_rank(subject), fault)[0]
+    answers = layout_pool.run(ranks.step, subject, subject.config, fault)
     found = answers[0]
     moved = _worst(float((found.weights[name] - weight).abs().max()) for name, weight in wanted.weights.items())
     return [
@@ -80,9 +82,9 @@ def layout(subject: Subject, one: RankPool, many: RankPool, plant: str | None) -
     ]
 
 
-def replay(subject: Subject, many: RankPool, plant: str | None) -> list[Measurement]:
+def replay(subject: Subject, layout_pool: RankPool, fault: str | None) -> list[Measurement]:
     """The user's layout against what was recorded; and that each replay is what makes them agree."""
-    answers = many.run(ranks.replays, subject, subject.config, plant)
+    answers = layout_pool.run(ranks.replays, subject, subject.config, fault)
 
     def scores(name: str) -> Scores:
         return _of_all_ranks([getattr(a, name) for a in answers])

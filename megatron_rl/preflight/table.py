@@ -8,7 +8,9 @@ from megatron_rl.preflight.results import CheckReport, StageResult
 
 def print_report(report: CheckReport, console: Console) -> None:
     table = Table(
-        title="megatron-rl check" + (f" --plant {report.plant}" if report.plant else ""), title_justify="left", show_lines=False
+        title="megatron-rl check" + (f" --inject-fault {report.injected_fault}" if report.injected_fault else ""),
+        title_justify="left",
+        show_lines=False,
     )
     for column, justify in (
         ("stage", "left"),

@@ -37,11 +37,13 @@ def test_what_is_left_of_an_asynchronous_step_under_the_weights_that_sampled_it_
 
 
 def test_a_fault_that_comes_in_with_the_weights_is_named(recorded):
-    done = attribute(recorded.path, "--step", "2", "--plant", "swapped-gate-up")
+    done = attribute(recorded.path, "--step", "2", "--inject-fault", "swapped-gate-up")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FOUND: gate and up are swapped" in " ".join(done.stdout.split())
 
 
 def test_a_step_that_cannot_be_had_is_refused_with_those_that_can(recorded):
     refused = attribute(recorded.path, "--step", "7")
-    assert refused.returncode == 2 and "it has done 0 to 2; possible are: 0..2" in refused.stderr, refused.stderr
+    assert refused.returncode == 2 and "the run has trained steps 0 to 2; steps that can be attributed: 0..2" in refused.stderr, (
+        refused.stderr
+    )

@@ -1,4 +1,4 @@
-"""`megatron-rl check`: a healthy run passes, with the real vLLM; each planted fault fails in its own stage."""
+"""`megatron-rl check`: a healthy run passes, with the real vLLM; each injected fault fails in its own stage."""
 
 import json
 import subprocess
@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load_config
+from megatron_rl.conversion.model_files import hf_config_of
 from megatron_rl.engine.rank_pool import RankPool
-from megatron_rl.preflight.check import hf_config_of, run_stages
-from megatron_rl.preflight.making import make_subject, small_run
+from megatron_rl.preflight.check import run_stages
+from megatron_rl.preflight.preparation import make_subject, small_run
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "model_configs" / "tiny-moe-cpu.toml"
@@ -35,21 +36,21 @@ def test_the_demo_passes_and_says_its_numbers(tmp_path):
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    """plant -> names of the failed stages. All faults share a model, its sequences and the processes."""
+    """fault -> names of the failed stages. All faults share a model, its sequences and the processes."""
     config = load_config(CONFIG, ["--layout.world_size", "4", "--layout.tensor", "2", "--trainer.recompute", "full"])
     folder = tmp_path_factory.mktemp("check")
     with RankPool(4, folder / "ranks.log") as many, RankPool(1, folder / "ranks.log") as one:
         many.start(), one.start()
         subject, gradients = make_subject(folder, small_run(config, hf_config_of(config), expert_replicas=True))
 
-        def failed(plant: str | None) -> list[str]:
-            return [stage.name for stage in run_stages(subject, gradients, one, many, plant) if not stage.passed]
+        def failed(fault: str | None) -> list[str]:
+            return [stage.name for stage in run_stages(subject, gradients, one, many, fault) if not stage.passed]
 
         yield failed
 
 
 @pytest.mark.parametrize(
-    ("plant", "stages"),
+    ("fault", "stages"),
     [
         (None, []),
         ("swapped-gate-up", ["conversion", "forward"]),
@@ -58,16 +59,17 @@ def checked(tmp_path_factory):
         ("unreduced-expert-grad", ["layout"]),
     ],
 )
-def test_a_planted_fault_fails_in_its_stage(checked, plant, stages):
-    found = checked(plant)
+def test_an_injected_fault_fails_in_its_stage(checked, fault, stages):
+    found = checked(fault)
     # Weights that are wrong in Megatron are wrong in whatever is compared with transformers later, replay included.
-    assert found[: len(stages)] == stages and (found == stages or plant == "swapped-gate-up")
+    assert found[: len(stages)] == stages and (found == stages or fault == "swapped-gate-up")
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--plant", "gremlins"), "known are swapped-gate-up"),
+        (("--inject-fault", "gremlins"), "use one of swapped-gate-up"),
+        (("--plant", "gremlins"), "use one of swapped-gate-up"),
         (("--model.architecture.num_experts", "7"), "num_experts = 7"),
         (("--model.architecture.model_type", "mamba9"), "mamba9"),
     ],

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 from torch import Tensor
 
-from megatron_rl.attribution.scoring import Job, Outcome
+from megatron_rl.attribution.scoring import ScoringJob, ScoringOutcome
 from megatron_rl.batching import Spool
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.engine import build_engine
 from megatron_rl.engine.groups import parallel_layout
 from megatron_rl.metrics import Row
 from megatron_rl.metrics.rows import JsonLines
-from megatron_rl.preflight.faults import planted
+from megatron_rl.preflight.faults import injected_fault
 from megatron_rl.preflight.oracle import Oracle
 from megatron_rl.preflight.sequences import sample_sequences, write_plan
 from megatron_rl.preflight.shrink import SAMPLING
@@ -42,13 +42,13 @@ def moved(held: object, tensor: Tensor) -> Tensor:
     return tensor * 1.05
 
 
-def score(rank: int, folder: Path, config: Config, job: Job) -> tuple[dict[str, np.ndarray], Outcome]:
+def score(rank: int, folder: Path, config: Config, job: ScoringJob) -> tuple[dict[str, np.ndarray], ScoringOutcome]:
     """As `attribution.ranks.attribute`, but that version 1 is made up."""
     from megatron_rl.attribution.ranks import StepScorer, score_all
     from megatron_rl.trainer.model_folder import assembly_options, open_model
 
     run = RunFolder(folder)
-    with planted(job.plant), parallel_layout(config.parallel_layout) as groups:
+    with injected_fault(job.fault), parallel_layout(config.parallel_layout) as groups:
         model = open_model(run.model)
         engine = build_engine(config, groups, model.config, model)
         with closing(engine):
@@ -57,4 +57,4 @@ def score(rank: int, folder: Path, config: Config, job: Job) -> tuple[dict[str, 
             member = SimpleNamespace(engine=engine, groups=groups, spool=spool, options=options, folder=run, config=config)
             scorer = StepScorer(member, spool.read_plan(Spool.plan_name(job.step)), {v: versions[v] for v in job.versions})
             scores = score_all(scorer, job)
-            return scores, Outcome(0, (), *(scorer.unequal_gradients() if job.compare_gradients else ((), 0)))
+            return scores, ScoringOutcome(0, (), *(scorer.unequal_gradients() if job.compare_gradients else ((), 0)))

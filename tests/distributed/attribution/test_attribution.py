@@ -1,4 +1,4 @@
-"""Each factor, and each planted fault found and named, on a recorded step whose right log-probs transformers' model gave in float64.
+"""Each factor, and each injected fault found and named, on a recorded step whose right log-probs transformers' model gave in float64.
 
 Two ranks that hold the same experts and train different tokens. Not proved here: processes, checkpoints (tests/e2e/test_attribute.py).
 """
@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.attribution.shares import Attribution
+from megatron_rl.attribution import request
+from megatron_rl.attribution import run as attribution_run
+from megatron_rl.attribution.effects import Attribution
+from megatron_rl.attribution.request import make_request
+from megatron_rl.attribution.run import run_attribution
 from megatron_rl.config import RunFolder, load_config
+from megatron_rl.conversion.model_files import hf_config_of
 from megatron_rl.engine.rank_pool import RankPool
-from megatron_rl.launch import attribute
-from megatron_rl.launch.attribute import answer, question
-from megatron_rl.preflight.check import hf_config_of
-from megatron_rl.preflight.shrink import shrunk_config, shrunk_model
+from megatron_rl.preflight.shrink import CHECK_SIZES, shrunk_config
 from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping.shrink import shrink_model
 from tests.distributed.attribution import cases
 
 CONFIG = Path(__file__).parents[3] / "model_configs" / "tiny-moe-cpu.toml"
@@ -26,9 +29,9 @@ ROUNDING = 1e-5
 
 @pytest.fixture(scope="module")
 def attributed(tmp_path_factory):
-    """(step, plant) -> its attribution. All share the record and the processes."""
+    """(step, fault) -> its attribution. All share the record and the processes."""
     config = load_config(CONFIG)
-    config = shrunk_config(config, shrunk_model(hf_config_of(config), Layout()), Layout(2))
+    config = shrunk_config(config, shrink_model(hf_config_of(config), CHECK_SIZES), Layout(2))
     run = RunFolder(tmp_path_factory.mktemp("attribution") / "run")
     cases.record_steps(run, config)
     with RankPool(2) as two, RankPool(1) as one, pytest.MonkeyPatch.context() as patch:
@@ -37,9 +40,9 @@ def attributed(tmp_path_factory):
         def run_ranks(asked, config, folder, job):
             return {1: one, 2: two}[config.layout.world_size].run(cases.score, asked.run.path, config, job)[0]
 
-        patch.setattr(attribute, "_run_ranks", run_ranks)
-        patch.setattr(attribute, "beginnings", lambda run, recorded: [0, 1])
-        yield lambda step, plant: answer(question(run, [], step, 20, plant), lambda line: None)
+        patch.setattr(attribution_run, "_run_ranks", run_ranks)
+        patch.setattr(request, "starting_steps", lambda run, recorded: [0, 1])
+        yield lambda step, fault: run_attribution(make_request(run, [], step, 20, fault), lambda line: None)
 
 
 def test_in_a_healthy_step_every_replay_counts_and_rounding_is_left(attributed: Attributed) -> None:
@@ -68,7 +71,7 @@ def test_staleness_is_undone_by_the_weights_that_sampled_each_token(attributed: 
 
 
 @pytest.mark.parametrize(
-    ("plant", "fault"),
+    ("injected", "fault"),
     [
         ("shifted-routes", "routes are shifted: tokens go to the experts of the token before them"),
         ("one-sided-temperature", "temperature is applied on one side: sampled at 0.7, and the trainer does not score at it"),
@@ -76,9 +79,9 @@ def test_staleness_is_undone_by_the_weights_that_sampled_each_token(attributed: 
         ("unreduced-expert-grad", "experts' gradients are not summed over the ranks that hold the same parameters"),
     ],
 )
-def test_a_planted_fault_is_named_and_no_other(attributed: Attributed, plant: str, fault: str) -> None:
-    found = attributed(0, plant)
+def test_an_injected_fault_is_named_and_no_other(attributed: Attributed, injected: str, fault: str) -> None:
+    found = attributed(0, injected)
     assert len(found.faults) == 1 and found.faults[0].startswith(fault), found.faults
-    if plant != "unreduced-expert-grad":
+    if injected != "unreduced-expert-grad":
         assert found.left.mismatch.abs_mean > 1e-2
         assert sum(token.explained_by == found.faults[0] for token in found.worst) >= 8

@@ -6,7 +6,8 @@ import pytest
 
 from megatron_rl.config import ConfigError, RunFolder, load_config
 from megatron_rl.launch import replay
-from megatron_rl.launch.replay import beginnings, replay_run
+from megatron_rl.launch.replay import replay_run
+from megatron_rl.trainer.recorded_run import starting_steps
 
 CONFIG = Path(__file__).parents[3] / "model_configs" / "tiny-moe-cpu.toml"
 
@@ -22,9 +23,9 @@ def run(tmp_path) -> RunFolder:
 
 
 def test_a_run_begins_at_its_start_and_at_whole_checkpoints_that_a_recorded_step_follows(run):
-    assert beginnings(run, recorded=[1, 2, 3, 4, 5]) == [2, 4]
+    assert starting_steps(run, recorded=[1, 2, 3, 4, 5]) == [2, 4]
     run.supervised_seal.write_text("{}")  # until then the supervised start is not whole
-    assert beginnings(run, recorded=[0, 1, 2, 3, 4, 5]) == [0, 2, 4]
+    assert starting_steps(run, recorded=[0, 1, 2, 3, 4, 5]) == [0, 2, 4]
 
 
 @pytest.mark.parametrize(

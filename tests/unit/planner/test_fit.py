@@ -9,14 +9,15 @@ import pytest
 
 from megatron_rl.planner import ParameterCounts, machine_named
 from megatron_rl.planner.fit import fitted, predicted
-from megatron_rl.planner.measure import CASES, shrunken
+from megatron_rl.planner.measure import CASES, MEASURED_SIZES
 from megatron_rl.planner.measured_ranks import RankMeasurement
+from megatron_rl.weight_mapping.shrink import shrink_model
 from tests.unit.planner.subject import PUBLISHED
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V3"])
 def test_layouts_that_were_not_shown_are_predicted(name: str) -> None:
-    counts, known = ParameterCounts(shrunken(PUBLISHED[name])), machine_named("cpu")
+    counts, known = ParameterCounts(shrink_model(PUBLISHED[name], MEASURED_SIZES)), machine_named("cpu")
     hidden = replace(
         known, matmul_efficiency=1.7, expert_efficiency=1.7, attention_efficiency=1.7, layer_overhead_us=900.0, nvlink_gb_s=0.4, cores=1.6,
         reserved_gib=0.5, activation_factor=1.4,

@@ -10,15 +10,15 @@ import torch
 
 from megatron_rl.preflight.oracle import Oracle, check_known_to_transformers
 from megatron_rl.preflight.sequences import NUM_SEQUENCES, keep_set, sample_sequences, supervised_loss
-from megatron_rl.preflight.shrink import SAMPLING, shrunk_model
+from megatron_rl.preflight.shrink import CHECK_SIZES, SAMPLING
 from megatron_rl.preflight.weights import write_random_weights
 from megatron_rl.records import ModelContract, Sampling, check_rollout
-from megatron_rl.topology import Layout
 from megatron_rl.weight_mapping import UnknownFamilyError
+from megatron_rl.weight_mapping.shrink import shrink_model
 
 ROOT = Path(__file__).parents[3]
-MODEL = shrunk_model(
-    json.loads((ROOT / "tests" / "data" / "published_configs.json").read_text())["Qwen3-30B-A3B"]["config"], Layout()
+MODEL = shrink_model(
+    json.loads((ROOT / "tests" / "data" / "published_configs.json").read_text())["Qwen3-30B-A3B"]["config"], CHECK_SIZES
 )
 
 

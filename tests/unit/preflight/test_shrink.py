@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.preflight.shrink import shrunk_config, shrunk_layout, shrunk_model, with_expert_replicas
+from megatron_rl.planner.measure import MEASURED_SIZES
+from megatron_rl.preflight.shrink import CHECK_SIZES, shrunk_config, shrunk_layout, with_expert_replicas
 from megatron_rl.topology import Layout
 from megatron_rl.weight_mapping import GroupedQueryAttention, ModelArchitecture, ParameterTable, Placement
+from megatron_rl.weight_mapping.shrink import shrink_model
 
 ROOT = Path(__file__).parents[3]
 PUBLISHED = json.loads((ROOT / "tests" / "data" / "published_configs.json").read_text())
@@ -48,7 +50,7 @@ def features(model: ModelArchitecture) -> dict[str, object]:
 def test_a_published_model_keeps_its_features_and_fits_its_small_layout(name: str) -> None:
     original, config = PUBLISHED[name]["config"], load_config(ROOT / "model_configs" / f"{name.lower()}.toml")
     layout = shrunk_layout(config.parallel_layout)
-    small = shrunk_model(original, config.parallel_layout)
+    small = shrink_model(original, CHECK_SIZES, tensor_parallel=config.layout.tensor)
     table = ParameterTable(small, padded_vocab_size=layout.padded_vocab_size(small["vocab_size"]))
     assert features(table.architecture) == features(ParameterTable(original).architecture)
     Placement(table, layout)
@@ -57,8 +59,21 @@ def test_a_published_model_keeps_its_features_and_fits_its_small_layout(name: st
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+def test_the_model_that_the_planner_measures_has_the_planner_s_sizes(name: str) -> None:
+    original = PUBLISHED[name]["config"]
+    model, small = (
+        ParameterTable(c).architecture for c in (original, shrink_model(original, MEASURED_SIZES, tensor_parallel=64))
+    )
+    assert (small.vocab_size, small.hidden_size, small.num_layers, small.attention.num_heads) == (2048, 256, 4, 8)
+    assert type(small.attention) is type(model.attention)
+    if isinstance(small.attention, GroupedQueryAttention):
+        assert (small.attention.num_query_groups, small.attention.head_dim) == (4, 32)
+    assert (small.moe.num_experts, small.moe.top_k, small.moe.num_groups) == (8, 2, 1)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_no_matrix_is_square(name: str) -> None:
-    small = shrunk_model(PUBLISHED[name]["config"], Layout())
+    small = shrink_model(PUBLISHED[name]["config"], CHECK_SIZES)
     square = [name for name, shape in ParameterTable(small).hf_shapes.items() if len(shape) > 1 and shape[-1] == shape[-2]]
     assert not square
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from megatron_rl.attribution.effects import AS_TRAINED, LEFT, Attribution, attribution, measured
 from megatron_rl.attribution.factors import Factor
-from megatron_rl.attribution.scoring import Outcome, Scoring
-from megatron_rl.attribution.shares import AS_TRAINED, LEFT, Attribution, attribution, measured
+from megatron_rl.attribution.scoring import Scoring, ScoringOutcome
 from megatron_rl.attribution.table import print_attribution
 from tests.unit.attribution.record import record
 
@@ -21,10 +21,10 @@ RECORD = record(stale=True)
 TEXTS = [f"t{n}" for n in range(RECORD.num_tokens)]
 
 
-def attributed(d: dict[str, np.ndarray], factors=(), hypotheses=(), outcome: Outcome | None = None) -> Attribution:
+def attributed(d: dict[str, np.ndarray], factors=(), hypotheses=(), outcome: ScoringOutcome | None = None) -> Attribution:
     scores = {name: RECORD.logprobs + of_one for name, of_one in d.items()}
     return attribution(
-        RECORD, scores, factors, hypotheses, outcome or Outcome(), TEXTS, rounding=1e-4, recorded={}, notes=["a note"]
+        RECORD, scores, factors, hypotheses, outcome or ScoringOutcome(), TEXTS, rounding=1e-4, recorded={}, notes=["a note"]
     )
 
 
@@ -108,9 +108,9 @@ def test_the_row_that_a_shift_of_routes_lost_is_not_held_against_it() -> None:
 def test_gradients_that_differ_name_their_fault() -> None:
     d = {AS_TRAINED: constant(0.0), LEFT: constant(0.0)}
     expert = "decoder.layers.0.mlp.experts.linear_fc1.weight3"
-    found = attributed(d, outcome=Outcome(unequal_gradients=(expert,), num_gradients=9)).faults
+    found = attributed(d, outcome=ScoringOutcome(unequal_gradients=(expert,), num_gradients=9)).faults
     assert len(found) == 1 and found[0].startswith("experts' gradients are not summed") and "1 of 9" in found[0]
-    found = attributed(d, outcome=Outcome(unequal_gradients=(expert, "embedding"), num_gradients=9)).faults
+    found = attributed(d, outcome=ScoringOutcome(unequal_gradients=(expert, "embedding"), num_gradients=9)).faults
     assert found[0].startswith("some gradients")
 
 

@@ -1,4 +1,4 @@
-"""Which steps can be attributed and from where, told before anything is started."""
+"""Which steps can be attributed and from where, refused before anything is started."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_rl.attribution.request import make_request, reachable_steps, start_of
 from megatron_rl.batching import Spool
 from megatron_rl.config import ConfigError, RunFolder
-from megatron_rl.launch.attribute import question, reachable, start_of
 from tests.unit.report.run_folder import make_run
 
 RECORDED = [0, 1, 2, 3, 5, 6, 7, 8, 9]
@@ -26,9 +26,9 @@ def run(tmp_path) -> RunFolder:
 
 
 def test_steps_are_reached_over_recorded_steps_alone_and_not_from_too_far() -> None:
-    assert reachable([0, 6], RECORDED, retrain=20) == [0, 1, 2, 3, 6, 7, 8, 9]
-    assert reachable([0, 6], RECORDED, retrain=1) == [0, 1, 6, 7]
-    assert reachable([0, 6], RECORDED, retrain=0) == [0, 6]
+    assert reachable_steps([0, 6], RECORDED, retrain=20) == [0, 1, 2, 3, 6, 7, 8, 9]
+    assert reachable_steps([0, 6], RECORDED, retrain=1) == [0, 1, 6, 7]
+    assert reachable_steps([0, 6], RECORDED, retrain=0) == [0, 6]
 
 
 def test_the_start_is_the_latest_before_the_oldest_version() -> None:
@@ -40,12 +40,14 @@ def test_the_start_is_the_latest_before_the_oldest_version() -> None:
 
 
 def test_a_step_too_far_from_all_weights_is_refused_with_those_that_are_not() -> None:
-    with pytest.raises(ConfigError, match=r"weights of steps 0, 6 .*--retrain 2 these steps are reached from there: 0..2, 6..8"):
+    with pytest.raises(
+        ConfigError, match=r"weights of steps 0, 6 .*--retrain 2 only these steps are reached from there: 0..2, 6..8"
+    ):
         start_of(RunFolder(Path("run")), 9, 9, [0, 6], RECORDED, retrain=2)
 
 
-def test_the_question_knows_what_is_recorded(run) -> None:
-    asked = question(run, [], 5, retrain=20, plant=None)
+def test_the_request_knows_what_is_recorded(run) -> None:
+    asked = make_request(run, [], 5, retrain=20, fault=None)
     assert asked.start == 4 and asked.versions == {4, 5} and asked.record.num_tokens == 6
     np.testing.assert_array_equal(
         asked.record.position[:2], np.array([6, 8])
@@ -57,31 +59,31 @@ def test_the_question_knows_what_is_recorded(run) -> None:
 def test_steps_that_are_not_recorded_say_why_and_which_are(run) -> None:
     def refused(step: int) -> str:
         with pytest.raises(ConfigError) as caught:
-            question(run, [], step, retrain=1, plant=None)
+            make_request(run, [], step, retrain=1, fault=None)
         return str(caught.value)
 
-    assert "has no such step, it has done 0 to 5; possible are: 0..1, 4..5" in refused(9)
+    assert "has no such step; the run has trained steps 0 to 5; steps that can be attributed: 0..1, 4..5" in refused(9)
     (run.path / "spool" / "rollouts" / "g1.safetensors").unlink()
-    assert "step 1: the step was trained, but its plan or payloads are no longer whole" in refused(1)
+    assert "step 1: the step was trained, but its plan or payloads are no longer complete" in refused(1)
     spool = Spool(run.path)
     plan = json.loads(spool.path(spool.plan_name(5)).read_text())
     spool.path(spool.plan_name(6)).write_text(json.dumps(plan | {"step": 6}))
-    assert "step 6: the step has been planned and is not done; wait for it" in refused(6)
+    assert "step 6: the step is planned, but not trained yet; wait for it" in refused(6)
     assert "these steps are reached from there: 0, 4..5" in refused(3)
 
 
 def test_a_run_that_has_done_no_step_and_a_folder_without_a_run(tmp_path) -> None:
     folder = make_run(tmp_path / "run", steps=0)
-    with pytest.raises(ConfigError, match="none is done yet; possible are: none"):
-        question(folder, [], 0, retrain=20, plant=None)
+    with pytest.raises(ConfigError, match="has trained no step yet; steps that can be attributed: none"):
+        make_request(folder, [], 0, retrain=20, fault=None)
     with pytest.raises(ConfigError, match="cannot be read"):
-        question(RunFolder(tmp_path / "nothing"), [], 0, retrain=20, plant=None)
+        make_request(RunFolder(tmp_path / "nothing"), [], 0, retrain=20, fault=None)
 
 
 @pytest.mark.parametrize(
-    ("plant", "message"),
-    [("no-such", "known are swapped-gate-up, shifted-routes"), ("unreduced-expert-grad", "each expert lies on one rank")],
+    ("fault", "message"),
+    [("no-such", "use one of swapped-gate-up, shifted-routes"), ("unreduced-expert-grad", "each expert is on one rank only")],
 )
-def test_faults_that_cannot_be_planted_are_refused(run, plant, message) -> None:
+def test_faults_that_cannot_be_injected_are_refused(run, fault, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        question(run, [], 4, retrain=20, plant=plant)
+        make_request(run, [], 4, retrain=20, fault=fault)

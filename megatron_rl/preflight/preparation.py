@@ -9,11 +9,12 @@ from torch import Tensor
 from megatron_rl.config import Config
 from megatron_rl.preflight.oracle import Oracle, check_known_to_transformers
 from megatron_rl.preflight.sequences import sample_sequences, supervised_loss, write_plan
-from megatron_rl.preflight.shrink import SAMPLING, shrunk_config, shrunk_layout, shrunk_model, with_expert_replicas
+from megatron_rl.preflight.shrink import CHECK_SIZES, SAMPLING, shrunk_config, shrunk_layout, with_expert_replicas
 from megatron_rl.preflight.subject import PLAIN, REPLAYED, Expected, Subject
 from megatron_rl.preflight.weights import write_random_weights
 from megatron_rl.records import Sampling
 from megatron_rl.weight_mapping import ParameterTable, Placement
+from megatron_rl.weight_mapping.shrink import shrink_model
 
 
 def small_run(config: Config, hf_config: Mapping[str, Any], *, expert_replicas: bool) -> Config:
@@ -22,7 +23,8 @@ def small_run(config: Config, hf_config: Mapping[str, Any], *, expert_replicas: 
     layout = config.parallel_layout
     Placement(ParameterTable(hf_config, padded_vocab_size=layout.padded_vocab_size(hf_config["vocab_size"])), layout)
     small = shrunk_layout(layout)
-    return shrunk_config(config, shrunk_model(hf_config, layout), with_expert_replicas(small) if expert_replicas else small)
+    model = shrink_model(hf_config, CHECK_SIZES, tensor_parallel=layout.tp)
+    return shrunk_config(config, model, with_expert_replicas(small) if expert_replicas else small)
 
 
 def make_subject(folder: Path, config: Config) -> tuple[Subject, dict[str, Tensor]]:

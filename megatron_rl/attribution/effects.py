@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_rl.attribution.factors import Factor
 from megatron_rl.attribution.record import StepRecord
-from megatron_rl.attribution.scoring import Outcome
+from megatron_rl.attribution.scoring import ScoringOutcome
 
 NUM_WORST = 10
 UNDONE = 4.0
@@ -35,7 +35,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True)
-class Row:
+class FactorEffect:
     """One change. mismatch: with it; None: it does not apply, for `reason`. accounts_for: mean |d| as trained less mean |d| with the
     change, over the tokens that both could score: negative where the change makes it larger."""
 
@@ -69,19 +69,26 @@ class WorstToken:
 @dataclass(frozen=True)
 class Attribution:
     step: int
-    as_trained: Row
+    as_trained: FactorEffect
     recorded: Mapping[str, float]
     """The same numbers as the run's own metrics have them, under their names."""
-    rows: tuple[Row, ...]
-    left: Row
+    rows: tuple[FactorEffect, ...]
+    left: FactorEffect
     rounding: float
     """Mean |d| of `left` that is taken for rounding."""
-    hypotheses: tuple[Row, ...]
+    hypotheses: tuple[FactorEffect, ...]
     faults: tuple[str, ...]
     worst: tuple[WorstToken, ...]
     notes: tuple[str, ...]
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether no fault was found and only rounding is left."""
+        left = self.left.mismatch
+        return not self.faults and left is not None and left.abs_mean <= self.rounding
+
     def as_json(self) -> dict[str, Any]:
+        """What `--json` writes."""
         return asdict(self)
 
 
@@ -102,7 +109,7 @@ def attribution(
     scores: Mapping[str, np.ndarray],
     factors: Sequence[Factor],
     hypotheses: Sequence[Factor],
-    outcome: Outcome,
+    outcome: ScoringOutcome,
     texts: Sequence[str],
     *,
     rounding: float,
@@ -112,22 +119,22 @@ def attribution(
     """scores: by name of the factor, f32 [M] each, with AS_TRAINED and LEFT. texts: of each loss token."""
     d = {name: of_one.astype(np.float64) - record.logprobs for name, of_one in scores.items()}
     rows = tuple(_row(d, factor) for factor in factors)
-    left = Row(LEFT, measured(d[LEFT]), _accounts_for(d[AS_TRAINED], d[LEFT]))
+    left = FactorEffect(LEFT, measured(d[LEFT]), _accounts_for(d[AS_TRAINED], d[LEFT]))
     were_tried = any(h.name in d for h in hypotheses)
     tried = tuple(_row({**d, AS_TRAINED: d[LEFT]}, h) for h in hypotheses if were_tried)
     named = _named(d, record, hypotheses, rounding)
     single = [row.name for row, factor in zip(rows, factors, strict=True) if factor.may_explain and _explains(row, d)]
     return Attribution(
-        step=record.plan.step, as_trained=Row(AS_TRAINED, measured(d[AS_TRAINED]), 0.0), recorded=recorded, rows=rows, left=left, rounding=rounding,
+        step=record.plan.step, as_trained=FactorEffect(AS_TRAINED, measured(d[AS_TRAINED]), 0.0), recorded=recorded, rows=rows, left=left, rounding=rounding,
         hypotheses=tried, faults=tuple(named) + _training_faults(outcome), worst=tuple(_worst(record, d, single, named, texts, rounding)),
         notes=tuple(notes),
     )  # fmt: skip
 
 
-def _row(d: Mapping[str, np.ndarray], factor: Factor) -> Row:
+def _row(d: Mapping[str, np.ndarray], factor: Factor) -> FactorEffect:
     if factor.name not in d:
-        return Row(factor.name, None, reason=factor.reason)
-    return Row(factor.name, measured(d[factor.name]), _accounts_for(d[AS_TRAINED], d[factor.name]))
+        return FactorEffect(factor.name, None, reason=factor.reason)
+    return FactorEffect(factor.name, measured(d[factor.name]), _accounts_for(d[AS_TRAINED], d[factor.name]))
 
 
 def _accounts_for(base: np.ndarray, changed: np.ndarray) -> float | None:
@@ -150,7 +157,7 @@ def _named(d: Mapping[str, np.ndarray], record: StepRecord, hypotheses: Sequence
     return [best[1]] if best else []
 
 
-def _training_faults(outcome: Outcome) -> tuple[str, ...]:
+def _training_faults(outcome: ScoringOutcome) -> tuple[str, ...]:
     names = outcome.unequal_gradients
     if not names:
         return ()
@@ -161,7 +168,7 @@ def _training_faults(outcome: Outcome) -> tuple[str, ...]:
     )
 
 
-def _explains(row: Row, d: Mapping[str, np.ndarray]) -> bool:
+def _explains(row: FactorEffect, d: Mapping[str, np.ndarray]) -> bool:
     base = float(np.nanmean(np.abs(d[AS_TRAINED])))
     return row.accounts_for is not None and row.accounts_for > EXPLAINS * base
 

@@ -1,0 +1,28 @@
+"""Which steps of a run can be trained again, read from its folder."""
+
+from collections.abc import Sequence
+
+from megatron_rl.batching import Spool
+from megatron_rl.config import RunFolder
+from megatron_rl.metrics import read_rows
+
+
+def recorded_steps(run: RunFolder) -> list[int]:
+    """Steps that were trained, and whose plan and payloads are in the spool and complete; in rising order."""
+    if not run.metrics_file.exists():
+        return []
+    spool = Spool(run.path)
+    return [row.step for row in read_rows(run.metrics_file) if spool.recorded(row.step) is not None]
+
+
+def starting_steps(run: RunFolder, recorded: Sequence[int]) -> list[int]:
+    """Those of the recorded steps before which the trainer's state is known: the run's start and the kept checkpoints."""
+    config = run.config()
+    starts = [0] if not config.supervised.steps or run.supervised_seal.exists() else []
+    return sorted({*starts, *(step for step, _ in run.whole_checkpoints())} & set(recorded))
+
+
+def starts_leading_to(step: int, starts: Sequence[int], recorded: Sequence[int]) -> list[int]:
+    """Those of the starting steps from which recorded steps lead to `step` without a gap."""
+    there = set(recorded)
+    return [start for start in starts if start <= step and all(n in there for n in range(start, step))]
