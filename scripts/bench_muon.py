@@ -29,7 +29,7 @@ from megatron_rl.conversion import random_hf_tensors
 from megatron_rl.engine import build_engine
 from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.objective import Denominators, SupervisedLoss
-from megatron_rl.optim import DistributedMuon, HeldPiece, MuonRates, Piece, bytes_sent, loads_of, plan_rounds, stage_tasks
+from megatron_rl.optim import DistributedMuon, HeldPiece, MuonRates, Piece, assign_rounds, bytes_sent, loads_of, stage_tasks
 from megatron_rl.optim.exchange import Routing, bring_together, cut_up
 from megatron_rl.optim.muon import update_of
 from megatron_rl.records import ModelContract
@@ -75,8 +75,8 @@ class NaiveMuon(DistributedMuon):
 
 def measure(rank: int, layout: Layout, arm: str, repeats: int, architecture: dict) -> list[float]:
     """Seconds of each optimizer step after the first."""
-    from megatron_rl.engine import muon
     from megatron_rl.engine.groups import parallel_layout
+    from megatron_rl.engine.optimizers import muon
 
     config = Config.model_validate({
         "run": {"name": "bench", "steps": 1}, "task": {"name": "chain_sum"}, "rollouts": {"max_new_tokens": 16},
@@ -146,7 +146,7 @@ def planned(name: str, config: dict, world_sizes: Sequence[int]) -> list[dict[st
         layout = Layout(world_size, tp=4, pp=8, ep=4, first_stage_layers=first, last_stage_layers=last)
         placement = Placement(ParameterTable(config, padded_vocab_size=layout.padded_vocab_size(config["vocab_size"])), layout)
         tasks = stage_tasks(placement, 1, NEWTON_SCHULZ_STEPS)
-        rounds = plan_rounds(tasks, layout.ranks_per_stage, ELEMENTS_PER_RANK)
+        rounds = assign_rounds(tasks, layout.ranks_per_stage, ELEMENTS_PER_RANK)
         loads = loads_of(rounds, layout.ranks_per_stage)
         pieces = [pieces_of(placement, 1, number) for number in range(layout.ranks_per_stage)]
         mean = sum(loads) / len(loads)
@@ -163,7 +163,7 @@ def planned(name: str, config: dict, world_sizes: Sequence[int]) -> list[dict[st
 def busiest_over_mean(config: dict, ranks: int) -> float:
     """With `ranks` replicas of the whole model."""
     placement = Placement(ParameterTable(config), Layout(ranks))
-    loads = loads_of(plan_rounds(stage_tasks(placement, 0, NEWTON_SCHULZ_STEPS), ranks, ELEMENTS_PER_RANK), ranks)
+    loads = loads_of(assign_rounds(stage_tasks(placement, 0, NEWTON_SCHULZ_STEPS), ranks, ELEMENTS_PER_RANK), ranks)
     return max(loads) * ranks / sum(loads)
 
 

@@ -28,7 +28,7 @@ from megatron_rl.batching.collate import Member, collate
 from megatron_rl.config import Config, load_config
 from megatron_rl.conversion import random_hf_tensors
 from megatron_rl.engine import build_engine, head, start_process
-from megatron_rl.engine.timers import Clock, EndsBackward, StartsBackward
+from megatron_rl.engine.timers import StartTimerInBackward, StopTimerInBackward, Timer
 from megatron_rl.keep_set import KeepSetOutput, KeepSets, keep_set_log_probs
 from megatron_rl.objective import Denominators, PolicyLoss
 from megatron_rl.records import ModelContract, RaggedIds, Rollout, Sampling
@@ -56,11 +56,11 @@ def dense_masked(
     return KeepSetOutput(chosen * has_loss, entropy * has_loss)
 
 
-def timed(compute: LogProbs, clock: Clock, hidden: Tensor, *arguments: object, **settings: object) -> KeepSetOutput:
-    """The clock counts the forward and the backward pass of `compute`."""
-    with clock:
-        out = compute(EndsBackward.apply(hidden, clock), *arguments, **settings)
-        return KeepSetOutput(StartsBackward.apply(out.log_probs, clock), out.entropy)
+def timed(compute: LogProbs, timer: Timer, hidden: Tensor, *arguments: object, **settings: object) -> KeepSetOutput:
+    """The timer counts the forward and the backward pass of `compute`."""
+    with timer:
+        out = compute(StopTimerInBackward.apply(hidden, timer), *arguments, **settings)
+        return KeepSetOutput(StartTimerInBackward.apply(out.log_probs, timer), out.entropy)
 
 
 def random_microbatches(config: Config, table: ParameterTable, num_tokens: int) -> tuple[list[Microbatch], Denominators]:
@@ -102,16 +102,16 @@ def measure(config: Config, num_tokens: int, repeats: int) -> dict[str, dict[str
         table = ParameterTable(hf_config)
         engine = build_engine(config, groups, hf_config, dict(random_hf_tensors(table, config.run.seed)))
         microbatches, denominators = random_microbatches(config, table, num_tokens)
-        clock, seconds = Clock(groups.device), {"keep_set": [], "dense_masked": []}
+        timer, seconds = Timer(groups.device), {"keep_set": [], "dense_masked": []}
         computed: dict[str, list[float]] = {}
         for step in range(repeats + 1):
             for arm, compute in (("keep_set", keep_set_log_probs), ("dense_masked", dense_masked)):
-                head.keep_set_log_probs = partial(timed, compute, clock)
+                head.keep_set_log_probs = partial(timed, compute, timer)
                 began = time.perf_counter()
                 metrics = engine.train_step(
                     microbatches, PolicyLoss(config.objective), denominators, step=step, learning_rate=0.0
                 )
-                seconds[arm].append((clock.read(), time.perf_counter() - began))
+                seconds[arm].append((timer.read(), time.perf_counter() - began))
                 computed[arm] = [metrics[name].value for name in ("grad_norm", "entropy_keep_set")]
         engine.close()
         dist.destroy_process_group()

@@ -20,7 +20,8 @@ from megatron_rl.attribution.scoring import JOB, OUTCOME, SCORES, Scoring, Scori
 from megatron_rl.batching import Microbatch, Spool, microbatches_for
 from megatron_rl.config import RunFolder
 from megatron_rl.conversion import HfCheckpoint
-from megatron_rl.engine.engine import Weights
+from megatron_rl.engine.diagnostics import altered_weights, full_gradients, local_gradients, with_dropout
+from megatron_rl.engine.parameters import Weights
 from megatron_rl.metrics import read_rows
 from megatron_rl.objective import Denominators, SupervisedLoss
 from megatron_rl.preflight.faults import FAULTS_OF_CONSTRUCTION, injected_fault
@@ -71,10 +72,10 @@ class StepScorer:
     def unequal_gradients(self) -> tuple[tuple[str, ...], int]:
         """On rank 0: parameters whose gradients differ between ranks that hold the same part of them, and how many were compared."""
         batch = self._microbatches(Scoring(routing_replay=True, keep_set_replay=True))
-        self._rank.engine.full_gradients(batch, SupervisedLoss(), Denominators.of(self._plan))
+        full_gradients(self._rank.engine, batch, SupervisedLoss(), Denominators.of(self._plan))
         own = {
             (held.parameter.name, held.shard_rank): (float(gradient.double().sum()), float(gradient.double().norm()))
-            for held, gradient in self._rank.engine.own_gradients()
+            for held, gradient in local_gradients(self._rank.engine)
         }
         return _differing(gather_object(own) or [])
 
@@ -102,11 +103,11 @@ class StepScorer:
 
     def _pass(self, batch: Sequence[Microbatch], weights: Weights, scoring: Scoring) -> list[np.ndarray]:
         engine = self._rank.engine
-        with engine.holding(weights):
-            swapped = engine.snapshot(exchanged_gate_up) if scoring.gate_up_swapped else None
+        with engine.using_weights(weights):
+            swapped = altered_weights(engine, exchanged_gate_up) if scoring.gate_up_swapped else None
             with (
-                engine.holding(swapped) if swapped else nullcontext(),
-                engine.dropping_out(scoring.dropout) if scoring.dropout else nullcontext(),
+                engine.using_weights(swapped) if swapped else nullcontext(),
+                with_dropout(engine, scoring.dropout) if scoring.dropout else nullcontext(),
             ):
                 return [scores.log_probs for scores in engine.score(batch)]
 
@@ -170,7 +171,7 @@ def _train_again(trainer: Trainer, job: ScoringJob) -> tuple[dict[int, Weights],
     differing: dict[str, None] = {}
     for step in range(job.start, job.step + 1):
         if step in job.versions:
-            versions[step] = trainer.engine.snapshot()
+            versions[step] = trainer.engine.parameters.snapshot()
         if step < job.step:
             found, recorded = trainer.train_plan(Spool.plan_name(step)), rows[step]
             compared = [name for name in OF_WEIGHTS if name in found and name in recorded]
@@ -180,11 +181,11 @@ def _train_again(trainer: Trainer, job: ScoringJob) -> tuple[dict[int, Weights],
 
 def _come_in_again(trainer: Trainer, weights: Weights, folder: Path, fault: str) -> Weights:
     """The weights written out as a Hugging Face folder and read back with the fault injected, as at the start of a run."""
-    with trainer.engine.holding(weights):
+    with trainer.engine.using_weights(weights):
         write_policy(trainer.engine, folder, trainer.folder.model)
     with injected_fault(fault):
         trainer.engine.load_weights(HfCheckpoint.open(folder))
-    return trainer.engine.snapshot()
+    return trainer.engine.parameters.snapshot()
 
 
 def _differing(of_ranks: Sequence[dict[tuple[str, int], tuple[float, float]]]) -> tuple[tuple[str, ...], int]:

@@ -109,6 +109,11 @@ class Muon(Section):
     """Of fp32 gradients that a rank exchanges at a time, by whole layers; the next exchange runs beside the work on the last. Many ranks share
     the work of a round evenly only if it has several layers."""
 
+    def relative_to(self, learning_rate: float) -> "Muon":
+        """The same settings with the learning rate as a multiple of AdamW's."""
+        own = self.learning_rate
+        return self.model_copy(update={"learning_rate": own and own / learning_rate})
+
 
 class Optimizer(Section):
     name: Literal["adamw", "muon"] = "adamw"
@@ -125,6 +130,12 @@ class Optimizer(Section):
     epsilon: Annotated[float, Field(gt=0.0)] = 1e-8
     max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
     """0: no clipping."""
+
+    def update_settings(self) -> list[Any]:
+        """What an update at a given learning rate depends on: plain values, and the chosen optimizer's own section, if it has one."""
+        shared = [self.weight_decay, self.beta1, self.beta2]
+        own = {"muon": self.muon}.get(self.name)
+        return shared if own is None else [*shared, own.relative_to(self.learning_rate)]
 
 
 class Objective(Section):

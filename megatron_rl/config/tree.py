@@ -12,7 +12,6 @@ from megatron_rl.config.sections import (
     LayoutSection,
     Metrics,
     Model,
-    Muon,
     Objective,
     Optimizer,
     Precision,
@@ -76,10 +75,6 @@ class Config(Section):
     def sequence_parallel(self) -> bool:
         asked = self.layout.sequence_parallel
         return self.layout.tensor > 1 if asked is None else asked
-
-    @property
-    def qk_clip(self) -> float | None:
-        return self.optimizer.muon.qk_clip if self.optimizer.name == "muon" else None
 
     @property
     def fingerprints(self) -> bool:
@@ -249,9 +244,14 @@ def _learning_rates(c: Config) -> str | None:
     return None
 
 
-def _muon_is_asked_for(c: Config) -> str | None:
-    if c.optimizer.name != "muon" and c.optimizer.muon != Muon():
-        return f"optimizer.muon is given, but optimizer.name = '{c.optimizer.name}'; set it to 'muon', or leave the section out"
+def _optimizer_settings_are_used(c: Config) -> str | None:
+    """Each optimizer's own settings are a section of its name."""
+    for name, value in c.optimizer:
+        if isinstance(value, Section) and name != c.optimizer.name and value != type(value)():
+            return (
+                f"optimizer.{name} is given, but optimizer.name = '{c.optimizer.name}'; "
+                f"set it to '{name}', or leave the section out"
+            )
     return None
 
 
@@ -310,7 +310,7 @@ def _trained_mtp_is_whole(c: Config) -> str | None:
 
 _RULES = (
     _one_model, _one_task, _layout_divides, _completion_fits, _sequence_fits_microbatch, _keep_sets_are_bounded, _correction_counts_once,
-    _correction_range, _split_divides, _ranks_outwait_an_update, _learning_rates, _muon_is_asked_for, _ports_exist,
+    _correction_range, _split_divides, _ranks_outwait_an_update, _learning_rates, _optimizer_settings_are_used, _ports_exist,
     _turns_need_environment, _same_weights_on_both_sides, _activations_have_their_mode, _packed_weights_have_a_taker, _native_fp4_has_a_gpu,
     _trained_mtp_is_whole,
 )  # fmt: skip

@@ -21,13 +21,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rl.config import Config
-from megatron_rl.engine.optimizer import align_step_counts, separate_step_counts
+from megatron_rl.engine.optimizers import PolicyOptimizer
 from megatron_rl.engine.stored_metadata import MetadataError, read_metadata
 from megatron_rl.weight_mapping import ModelArchitecture
 
@@ -47,9 +43,9 @@ class CheckpointError(RuntimeError):
 def save_checkpoint(
     folder: Path,
     models: Sequence[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
+    optimizer: PolicyOptimizer,
     architecture: ModelArchitecture,
-    config: Config,
+    dtype: str,
     step: int,
 ) -> None:
     """Write aside, then rename: a folder under its final name is whole. All ranks call it; all return when it is there."""
@@ -59,8 +55,8 @@ def save_checkpoint(
     state |= {
         "step": step,
         "architecture": asdict(architecture),
-        "dtype": config.model.dtype,
-        "trained_by": config.optimizer.name,
+        "dtype": dtype,
+        "trained_by": optimizer.name,
     }
     try:
         dist_checkpointing.save(state, str(aside), content_metadata=dict(_CONTENT))
@@ -72,63 +68,29 @@ def save_checkpoint(
 def load_checkpoint(
     folder: Path,
     models: Sequence[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
+    optimizer: PolicyOptimizer,
     architecture: ModelArchitecture,
-    config: Config,
+    dtype: str,
 ) -> int:
     """Fill model and optimizer; returns the step. CheckpointError for a folder that is not whole, or of another model."""
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         raise CheckpointError(f"{folder} is not a whole checkpoint: it has no metadata.json; take an earlier one, or start anew")
     with _reading_data_only(folder):
-        _check_content(folder, asdict(architecture), config)
+        _check_content(folder, asdict(architecture), dtype, optimizer.name)
         state = dist_checkpointing.load(_sharded_state(models, optimizer, is_loading=True), str(folder))
     for number, model in enumerate(models):
         model.module.load_state_dict(state[f"model{number}"])
     optimizer.load_state_dict(state["optimizer"])
-    separate_step_counts(optimizer)
     return int(state["step"])
 
 
 def _sharded_state(
-    models: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, *, is_loading: bool
+    models: Sequence[DistributedDataParallel], optimizer: PolicyOptimizer, *, is_loading: bool
 ) -> ShardedStateDict:
-    align_step_counts(optimizer)
     state: ShardedStateDict = {
         f"model{number}": model.module.sharded_state_dict(metadata=dict(_CONTENT)) for number, model in enumerate(models)
     }
-    with _padding_between_buckets():
-        return state | {"optimizer": optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=dict(_CONTENT))}
-
-
-@contextmanager
-def _padding_between_buckets() -> Iterator[None]:
-    """Megatron gathers the optimizer's states without the padding between the buckets of a buffer, and then cuts them where the
-    parameters lie with the padding (0.16.1 and 0.19.2): all that comes after the first bucket is saved shifted. A tied embedding
-    on several stages has a bucket of its own. Here the padding is put back before the cut."""
-    gather = DistributedOptimizer.get_parameter_state_dp_zero
-
-    def with_padding(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> dict | None:
-        state = gather(self, *args, **kwargs)
-        for number, buffer in enumerate(self.buffers if state else []):
-            for tensors in state[number].values():
-                tensors.update({name: _spread(flat, buffer) for name, flat in tensors.items() if isinstance(flat, Tensor)})
-        return state
-
-    DistributedOptimizer.get_parameter_state_dp_zero = with_padding
-    try:
-        yield
-    finally:
-        DistributedOptimizer.get_parameter_state_dp_zero = gather
-
-
-def _spread(flat: Tensor, buffer: Any) -> Tensor:
-    """Of one state, the elements of all buckets one after the other, to where the buckets lie in the buffer."""
-    if len(buffer.buckets) == 1:
-        return flat
-    spread = flat.new_zeros(buffer.numel)
-    for bucket, part in zip(buffer.buckets, flat.split([bucket.numel_unpadded for bucket in buffer.buckets]), strict=True):
-        spread[bucket.offset : bucket.offset + bucket.numel_unpadded] = part
-    return spread
+    return state | {"optimizer": optimizer.sharded_state_dict(state, _CONTENT, is_loading=is_loading)}
 
 
 @contextmanager
@@ -168,17 +130,17 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def _check_content(folder: Path, architecture: dict[str, Any], config: Config) -> None:
+def _check_content(folder: Path, architecture: dict[str, Any], dtype: str, optimizer: str) -> None:
     found = dist_checkpointing.load_common_state_dict(str(folder))
     saved = {**found.get("architecture", {}), "dtype": found.get("dtype")}
-    wanted = {**architecture, "dtype": config.model.dtype}
+    wanted = {**architecture, "dtype": dtype}
     wrong = [f"{name} is {saved.get(name)} there and {value} here" for name, value in wanted.items() if saved.get(name) != value]
     if wrong:
         raise CheckpointError(f"{folder} is of another model: " + "; ".join(wrong))
     trained_by = found.get("trained_by", "adamw")  # checkpoints of the time before Muon do not say it
-    if trained_by != config.optimizer.name:
+    if trained_by != optimizer:
         raise CheckpointError(
-            f"{folder} holds the state of optimizer.name = '{trained_by}', which '{config.optimizer.name}' cannot go on with; keep the "
+            f"{folder} holds the state of optimizer.name = '{trained_by}', which '{optimizer}' cannot continue; keep the "
             "optimizer, or start a new run from the weights: megatron-rl convert megatron-to-hf, then model.path = that folder"
         )
 

@@ -1,4 +1,4 @@
-"""Dropout for the length of a block, where Megatron has it: on what attention and MLP of each layer return, and on the embedding."""
+"""Dropout within a block, where Megatron has it: on what attention and MLP of each layer return, and on the embedding."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,12 +6,21 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 
 @contextmanager
-def dropping_out(chunks: Sequence[torch.nn.Module], probability: float, device: torch.device) -> Iterator[None]:
-    """Within the block. Every rank draws the same numbers, so that ranks which hold the same hidden states drop the same ones."""
+def apply_dropout(chunks: Sequence[GPTModel], probability: float, device: torch.device) -> Iterator[None]:
+    """Drop hidden states out within the block.
+
+    Every rank draws the same random numbers, so that ranks which hold the same hidden states drop the same ones.
+
+    Args:
+        chunks: This rank's chunks of the model.
+        probability: Of each element.
+        device: Where the hidden states are.
+    """
     random = torch.Generator(device).manual_seed(0)
     modules = [part for chunk in chunks for layer in chunk.decoder.layers for part in (layer.self_attention, layer.mlp)]
     modules += [chunk.embedding for chunk in chunks if hasattr(chunk, "embedding")]

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rl.engine.batch import DeviceMicrobatch
 from megatron_rl.engine.context_parallel import gather_positions
 from megatron_rl.engine.mtp import targets_ahead
-from megatron_rl.engine.timers import Clock, EndsBackward, StartsBackward
+from megatron_rl.engine.timers import StartTimerInBackward, StopTimerInBackward, Timer
 from megatron_rl.keep_set import entropy_full, keep_set_log_probs
 from megatron_rl.objective import Denominators, Measured, TokenBatch, token_batch
 
@@ -55,11 +55,11 @@ class Head:
         return gather_positions(both, microbatch.slices, self.context, sum_gradients=False).unbind(dim=1)
 
     def loss(
-        self, hidden: Tensor, weight: Tensor, microbatch: DeviceMicrobatch, loss: Loss, denominators: Denominators, clock: Clock
+        self, hidden: Tensor, weight: Tensor, microbatch: DeviceMicrobatch, loss: Loss, denominators: Denominators, timer: Timer
     ) -> tuple[Tensor, Measured]:
-        """The microbatch's share of the step's loss, and its metrics. The clock counts this and its backward pass."""
-        with clock:
-            hidden, *ahead = EndsBackward.apply(hidden, clock).chunk(self.num_outputs)
+        """The microbatch's share of the step's loss, and its metrics. The timer counts this and its backward pass."""
+        with timer:
+            hidden, *ahead = StopTimerInBackward.apply(hidden, timer).chunk(self.num_outputs)
             log_probs, entropies = self.log_probs(hidden, weight, microbatch)
             batch = token_batch(
                 microbatch.source, denominators, hidden.device, old_logprobs=microbatch.old_logprobs,
@@ -71,7 +71,7 @@ class Head:
                 share = share + self._loss_ahead(depth, states, weight, microbatch, denominators, measured)
             # Whatever the loss is made of, it hangs on the hidden states: other stages and expert-parallel ranks wait for this
             # microbatch's backward pass, also when it has no loss token.
-            share = StartsBackward.apply(share + hidden.flatten()[:0].sum(), clock)
+            share = StartTimerInBackward.apply(share + hidden.flatten()[:0].sum(), timer)
         return share, measured
 
     def _loss_ahead(

@@ -29,8 +29,11 @@ from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.latent_attention import DOWN_PROJECTIONS, ReplicatedLinear, accept_plain_queries, accept_replicated_linear
-from megatron_rl.engine.mtp import hidden_states_ahead, local_name, mtp_settings, mtp_spec, prepare_layers, transformer_layers
+from megatron_rl.engine.megatron_types import megatron_attributes
+from megatron_rl.engine.mtp import hidden_states_ahead, mtp_settings, mtp_spec, prepare_layers, transformer_layers
 from megatron_rl.engine.norm import RMSNorm
+from megatron_rl.engine.optimizers import OPTIMIZERS
+from megatron_rl.engine.parameters import tensor_of
 from megatron_rl.engine.quantisation import native_fp4_settings
 from megatron_rl.weight_mapping import (
     CHECKPOINT,
@@ -125,7 +128,7 @@ def transformer_config(model: ModelArchitecture, config: Config, backend: Backen
         attention_dropout=0.0, hidden_dropout=0.0, params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype is torch.bfloat16,
         # Weights come from a checkpoint or are drawn by name: Megatron's own initialisation would depend on the layout.
         perform_initialization=False, use_cpu_initialization=not backend.transformer_engine,
-        qk_clip=config.qk_clip is not None,  # core attention measures; what follows from it is ours
+        **OPTIMIZERS[config.optimizer.name].model_settings(config),
         calculate_per_token_loss=True, deterministic_mode=config.run.deterministic,
         bias_activation_fusion=backend.transformer_engine, gradient_accumulation_fusion=backend.apex_gradient_fusion,
         **_parallel_settings(config), **expert_settings(model, grouped_products=backend.transformer_engine),
@@ -142,11 +145,7 @@ def check_supported(model: ModelArchitecture, config: Config, backend: Backend) 
     layout = config.parallel_layout
     if model.moe and layout.tp > 1 and not config.sequence_parallel:
         raise UnsupportedModelError("layout.sequence_parallel = false: Megatron-Core needs it for experts with layout.tensor > 1")
-    if config.qk_clip is not None and isinstance(model.attention, GroupedQueryAttention) and model.attention.qk_norm:
-        raise UnsupportedModelError(
-            f"optimizer.muon.qk_clip = {config.qk_clip}: this {model.model_type} normalises q and k behind their projections, so that "
-            "scaling these changes no logit, and the norms' weights bound the logits; leave qk_clip out"
-        )
+    OPTIMIZERS[config.optimizer.name].check_model(model, config)
     if isinstance(model.attention, LatentAttention) and layout.tp > 1 and not config.sequence_parallel:
         raise UnsupportedModelError("layout.sequence_parallel = false: latent attention needs it with layout.tensor > 1")
     heads = model.attention
@@ -281,12 +280,6 @@ def _with_modules(spec: Any, modules: dict[str, type]) -> Any:
     return dataclasses.replace(spec, **{n: modules.get(n) or _with_modules(getattr(spec, n), modules) for n in names})
 
 
-def tensor_of(chunk: PolicyModel, name: str) -> Tensor:
-    """A parameter, or a buffer that belongs to the model (the selection bias of a router), by Megatron's name."""
-    module, _, last = local_name(name, chunk).rpartition(".")
-    return getattr(chunk.get_submodule(module), last)
-
-
 def mark_parameters(chunks: list[PolicyModel], placement: Placement, rank: int) -> None:
     """Tell Megatron which parameters are experts' and which are cut over tensor-parallel ranks; before DDP is built.
 
@@ -299,8 +292,9 @@ def mark_parameters(chunks: list[PolicyModel], placement: Placement, rank: int) 
         if not isinstance(parameter, torch.nn.Parameter):
             continue
         if held.parameter.is_expert:
-            parameter.allreduce = False
-            parameter.sequence_parallel = False  # biases: a sum over tensor-parallel ranks would mix different experts
+            attributes = megatron_attributes(parameter)
+            attributes.allreduce = False
+            attributes.sequence_parallel = False  # biases: a sum over tensor-parallel ranks would mix different experts
         if isinstance(sharding, Split) and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=sharding.dim, stride=sharding.sections)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.config.sections import Precision
 from megatron_rl.engine.errors import UnsupportedModelError
-from megatron_rl.engine.weight_export import HfTensors
+from megatron_rl.engine.weight_export import WeightExport
 from megatron_rl.precision import (
     CheckpointFormat,
     QuantisationError,
@@ -86,11 +86,11 @@ class PolicyQuantiser:
         return self._amaxes
 
 
-class Nvfp4Tensors:
-    """The policy under Hugging Face names as HfTensors gives it, quantised matrices as the tensors of a layout; iterating is a
+class Nvfp4WeightExport:
+    """The policy under Hugging Face names as WeightExport gives it, quantised matrices as the tensors of a layout; iterating is a
     collective. They are quantised as they pass, from the whole matrices: what the ranks' passes see, to the last bit."""
 
-    def __init__(self, tensors: HfTensors, quantiser: PolicyQuantiser, stored_as: CheckpointFormat) -> None:
+    def __init__(self, tensors: WeightExport, quantiser: PolicyQuantiser, stored_as: CheckpointFormat) -> None:
         self._tensors, self._quantiser, self._stored_as = tensors, quantiser, stored_as
 
     @property
@@ -117,6 +117,15 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+def check_input_quantisation(*, has_transformer_engine: bool) -> None:
+    """Raise UnsupportedModelError where the input of a linear map cannot be quantised."""
+    if has_transformer_engine:
+        raise UnsupportedModelError(
+            "precision.activations = 'nvfp4': Transformer Engine's linear maps begin with a fused norm, before which nothing can be "
+            "quantised; train with precision.training = 'native', or leave precision.activations at full precision"
+        )
 
 
 def quantise_inputs(modules: Iterable[torch.nn.Module], amax: float, device: torch.device) -> None:

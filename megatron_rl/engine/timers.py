@@ -1,27 +1,30 @@
-"""How long the engine's own work takes inside of Megatron's schedule."""
+"""How long the engine's own work takes inside Megatron's schedule."""
 
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Clock:
-    """Adds up the time between `start` and `stop`, in seconds; on a GPU by events, so that nothing waits for it."""
+class Timer:
+    """Adds up the seconds between `start` and `stop`; on a GPU by CUDA events, so that nothing waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._marks: list = []
+        self._marks: list[Any] = []  # starts and stops in turn: CUDA events, or seconds
 
     def start(self) -> None:
+        """Begin an interval."""
         self._mark()
 
     def stop(self) -> None:
+        """End the interval that `start` began."""
         self._mark()
 
     def read(self) -> float:
-        """The sum since the last reading."""
-        pairs = list(zip(self._marks[::2], self._marks[1::2]))
+        """The sum since the last reading, in seconds; on a GPU this waits for all of its work."""
+        pairs = list(zip(self._marks[::2], self._marks[1::2], strict=False))
         self._marks = []
         if self._cuda:
             torch.cuda.synchronize()
@@ -43,29 +46,33 @@ class Clock:
             self._marks.append(time.perf_counter())
 
 
-class StartsBackward(torch.autograd.Function):
-    """The identity on a loss: its backward pass is the first thing that happens behind it."""
+class StartTimerInBackward(torch.autograd.Function):
+    """The identity on a loss. Its backward pass runs first, before that of everything the loss is computed from."""
 
     @staticmethod
-    def forward(ctx, loss: Tensor, clock: Clock) -> Tensor:
-        ctx.clock = clock
+    def forward(ctx: Any, loss: Tensor, timer: Timer) -> Tensor:
+        """Return the loss as a tensor of its own in the graph."""
+        ctx.timer = timer
         return loss.clone()
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
-        ctx.clock.start()
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Start the timer."""
+        ctx.timer.start()
         return gradient, None
 
 
-class EndsBackward(torch.autograd.Function):
-    """The identity on what a loss is computed from: its backward pass runs when that of the loss is done."""
+class StopTimerInBackward(torch.autograd.Function):
+    """The identity on what a loss is computed from. Its backward pass runs after that of the loss."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, clock: Clock) -> Tensor:
-        ctx.clock = clock
+    def forward(ctx: Any, hidden: Tensor, timer: Timer) -> Tensor:
+        """Return a view, which is a node of its own in the graph."""
+        ctx.timer = timer
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
-        ctx.clock.stop()
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Stop the timer."""
+        ctx.timer.stop()
         return gradient, None

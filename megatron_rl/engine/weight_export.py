@@ -15,7 +15,7 @@ from megatron_rl.wire.tensor_spec import TensorSpec
 _BUCKET_BYTES = 64 * 2**20
 
 
-class HfTensors:
+class WeightExport:
     """All tensors of the model, in the table's order; can be iterated again, and then gives the values of that moment.
 
     Iterating is a collective: every rank goes through all of it, rank 0 gets (name, tensor) and the others (name, None). The

@@ -13,11 +13,11 @@ from megatron_rl.planner import Balanced, Machine, ParameterCounts, Workload, ba
 from megatron_rl.planner.choice import write_choice
 from megatron_rl.planner.machine import to_toml
 from megatron_rl.planner.measure import measure_machine
+from megatron_rl.planner.optimizers import OPTIMIZERS
 from megatron_rl.planner.picture import check_format, draw
 from megatron_rl.planner.requests import named_candidate
 from megatron_rl.planner.rollouts import WEIGHT_BYTES
 from megatron_rl.planner.search import enough_ranks, room, verdict
-from megatron_rl.planner.step_time import OPTIMIZER_BYTES
 from megatron_rl.planner.text import print_assumptions, print_comparison, print_details, print_missing, print_plans, print_trainer
 from megatron_rl.planner.workload import GIB
 from megatron_rl.weight_mapping import ParameterTable
@@ -170,7 +170,7 @@ def work_of(config: Config, assumed: Assumed) -> Workload:
     """ConfigError with everything that cannot be."""
     wrong = []
     for name, value, known in (
-        ("optimizer", assumed.optimizer, tuple(OPTIMIZER_BYTES)), ("rollout-weights", assumed.rollout_weights, tuple(WEIGHT_BYTES)),
+        ("optimizer", assumed.optimizer, tuple(OPTIMIZERS)), ("rollout-weights", assumed.rollout_weights, tuple(WEIGHT_BYTES)),
     ):  # fmt: skip
         if value is not None and value not in known:
             wrong.append(f"--{name} {value} is not known; known are {', '.join(known)}")

@@ -54,7 +54,7 @@ def stage_tasks(placement: Placement, stage: int, steps: int) -> list[Task]:
     return tasks
 
 
-def plan_rounds(tasks: Sequence[Task], num_ranks: int, elements_per_rank: int) -> list[Round]:
+def assign_rounds(tasks: Sequence[Task], num_ranks: int, elements_per_rank: int) -> list[Round]:
     """Rounds of neighbouring layers that reach `elements_per_rank` on the average rank, each shared out by cost: the most expensive task
     first, to the rank with the least work so far, this and the earlier rounds together. So the few large matrices of attention are spread
     first, and the experts fill what is left.

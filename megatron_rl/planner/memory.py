@@ -1,6 +1,5 @@
 """Memory of one rank, term by term, and of its node's host."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.planner.activations import (
@@ -12,14 +11,13 @@ from megatron_rl.planner.activations import (
     tokens_per_rank,
     workspace_bytes,
 )
-from megatron_rl.planner.counts import ChunkElements, ParameterCounts
+from megatron_rl.planner.counts import ParameterCounts
 from megatron_rl.planner.machine import Machine
+from megatron_rl.planner.optimizers import OPTIMIZERS
 from megatron_rl.planner.workload import GIB, Candidate, Workload
 
 CHUNK_BYTES = 16 << 20
 """Of a chunk of logits, and of a widened chunk of the output weight, on the keep-set operation's dense route."""
-MUON_BATCH = 16 << 20
-"""Elements of the matrices that are orthogonalised together."""
 PROCESS_BYTES = 6 * GIB
 """Host memory of a rank's process: libraries, pinned buffers of the driver."""
 
@@ -57,15 +55,13 @@ def static_terms(counts: ParameterCounts, work: Workload, candidate: Candidate, 
         matrices += held.dense.matrices + held.expert.matrices
         matrix_shard += held.dense.matrices / (layout.dp * layout.cp) + held.expert.matrices / layout.edp
         untrained += held.dense.untrained + held.expert.untrained
-    muon = matrix_shard if work.optimizer == "muon" else 0.0
     return {
         "parameters": work.parameter_bytes * buffers + 4.0 * untrained,
         # One fake-quantised copy of each matrix, which all microbatches in flight share.
         "quantised weights": float(work.parameter_bytes * matrices) if work.rollout_weights == "nvfp4" else 0.0,
         "gradients": 4.0 * buffers,
         "master weights": 0.0 if work.parameter_bytes == 4 else 4.0 * shard,
-        # AdamW keeps two moments of each element; Muon keeps one of the matrices and leaves the rest to AdamW.
-        "optimizer state": 8.0 * shard - 4.0 * muon,
+        "optimizer state": OPTIMIZERS[work.optimizer].state_bytes(shard, matrix_shard),
     }
 
 
@@ -167,23 +163,14 @@ def _kv_width(counts: ParameterCounts) -> float:
 
 
 def _update_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate, stage: int) -> float:
-    """The moments outside of the passes: Muon's iteration on its largest matrix, or a weight update's buckets and one whole tensor."""
+    """The moments outside the passes: the optimizer's update, or a weight update's buckets and one whole tensor."""
     held = [counts.chunk(candidate.layout, stage, chunk) for chunk in range(candidate.layout.vpp)]
     largest_dense = max(max(part.dense.largest, part.tied.largest) for part in held) * candidate.layout.tp
     largest_expert = max(part.expert.largest for part in held) * candidate.layout.etp
     sync = 2.0 * work.bucket_bytes + work.parameter_bytes * max(largest_dense, largest_expert)
-    if work.optimizer != "muon":
-        return sync
     num_layers = len(candidate.layout.layers_of_stage(counts.architecture.num_layers, stage))
-    return max(sync, _muon_bytes(work, candidate, held, max(largest_dense, largest_expert), num_layers))
-
-
-def _muon_bytes(work: Workload, candidate: Candidate, held: Sequence[ChunkElements], largest: int, num_layers: int) -> float:
-    """A rank's share of two rounds, on their way out and in, and four fp32 copies of the matrices that are orthogonalised together."""
-    layout = candidate.layout
-    share = 4 * sum(part.dense.matrices / (layout.dp * layout.cp) + part.expert.matrices / layout.edp for part in held)
-    of_round = min(share, max(work.muon_round_bytes, share / num_layers))  # one layer at least
-    return 4 * of_round + 4 * 4.0 * max(largest, MUON_BATCH)
+    largest = max(largest_dense, largest_expert)
+    return max(sync, OPTIMIZERS[work.optimizer].update_bytes(work, candidate, held, largest, num_layers))
 
 
 def host_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate) -> float:

@@ -8,14 +8,9 @@ from megatron_rl.planner.collectives import Group, ring_seconds, send_seconds
 from megatron_rl.planner.counts import ParameterCounts
 from megatron_rl.planner.layer_time import BACKWARD, LayerSeconds, Seconds, layer_seconds
 from megatron_rl.planner.machine import Machine
+from megatron_rl.planner.optimizers import OPTIMIZERS
 from megatron_rl.planner.schedule import pipeline_seconds
 from megatron_rl.planner.workload import Candidate, Workload
-
-OPTIMIZER_BYTES = {"adamw": 30.0, "muon": 30.0}
-"""Read and written for each element of the shard: gradient, master weight and moments in fp32, the new weight in the model's type."""
-NEWTON_SCHULZ_STEPS = 5
-FP32_SLOWDOWN = 15.0
-"""Of products in fp32 against bf16: an H100's data sheet says 67 against 989 TFLOPS."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ def step_time(
     parts["gradients and weights over DP"] = (
         0.0 if overlaps_reduction else _data_parallel_seconds(counts, work, candidate, machine)
     )
-    parts["optimizer"] = _optimizer_seconds(counts, work, candidate, machine)
+    parts["optimizer"] = OPTIMIZERS[work.optimizer].update_seconds(counts, work, candidate, machine)
     parts["step"] = machine.step_overhead_s
     scale = work.updates
     return StepTime({name: value * scale * shared for name, value in parts.items()}, stages, count, send)
@@ -164,24 +159,3 @@ def _data_parallel_seconds(counts: ParameterCounts, work: Workload, candidate: C
         dense, expert = (size * (4 + work.parameter_bytes) for size in counts.buffer_sizes(layout, stage))
         seconds.append(ring_seconds(machine, dense_group, dense) + ring_seconds(machine, expert_group, expert))
     return max(seconds)
-
-
-def _optimizer_seconds(counts: ParameterCounts, work: Workload, candidate: Candidate, machine: Machine) -> float:
-    """Bound by memory; Muon's iteration, spread over the ranks that share a matrix's replicas, by products."""
-    layout = candidate.layout
-    shards, products = [], []
-    for stage in range(layout.pp):
-        held = [counts.chunk(layout, stage, chunk) for chunk in range(layout.vpp)]
-        dense, expert = counts.buffer_sizes(layout, stage)
-        shards.append(dense / (layout.dp * layout.cp) + expert / layout.edp)
-        matrices = sum(part.dense.matrices / (layout.dp * layout.cp) + part.expert.matrices / layout.edp for part in held)
-        products.append(matrices * min(counts.architecture.hidden_size, _smaller_side(counts)) * 2.0 * 3 * NEWTON_SCHULZ_STEPS)
-    memory = max(shards) * OPTIMIZER_BYTES[work.optimizer] / (machine.hbm_gb_s * 1e9 * machine.memory_efficiency)
-    rate = machine.bf16_tflops * 1e12 * machine.matmul_efficiency / (FP32_SLOWDOWN if work.muon_in_fp32 else 1.0)
-    muon = max(products) / rate if work.optimizer == "muon" else 0.0
-    return memory + muon
-
-
-def _smaller_side(counts: ParameterCounts) -> int:
-    model = counts.architecture
-    return model.moe.ffn_hidden_size if model.moe else model.hidden_size

@@ -15,7 +15,7 @@ from megatron_rl.batching import Microbatch, Spool, microbatches_for
 from megatron_rl.config import Config
 from megatron_rl.engine import build_engine
 from megatron_rl.engine.groups import ParallelGroups, parallel_layout, set_determinism
-from megatron_rl.engine.weight_export import HfTensors
+from megatron_rl.engine.weight_export import WeightExport
 from megatron_rl.inference.registry import engine_of
 from megatron_rl.inference.sender import ServerAddress
 from megatron_rl.objective import Denominators, PolicyLoss, SupervisedLoss
@@ -92,11 +92,13 @@ def opened(subject: Subject, config: Config, fault: str | None) -> Iterator[Run]
 
 def forward(rank: int, subject: Subject, config: Config, fault: str | None) -> Forward:
     """Of the plain plan, experts as the live routers choose."""
+    from megatron_rl.engine.diagnostics import full_gradients
+
     with opened(subject, config, fault) as run:
         microbatches = run.microbatches(subject.plans[PLAIN], routing_replay=False)
         scores = run.engine.score(microbatches)
         denominators = Denominators.of(run.plan(subject.plans[PLAIN]))
-        gradients = copied(run.engine.full_gradients(microbatches, SupervisedLoss(), denominators))
+        gradients = copied(full_gradients(run.engine, microbatches, SupervisedLoss(), denominators))
         log_probs, entropies = (
             by_sequence(microbatches, [getattr(s, name) for s in scores]) for name in ("log_probs", "entropies")
         )
@@ -105,11 +107,13 @@ def forward(rank: int, subject: Subject, config: Config, fault: str | None) -> F
 
 def step(rank: int, subject: Subject, config: Config, fault: str | None) -> Step:
     """Of the replayed plan: scores, gradients and one update of the run's own objective."""
+    from megatron_rl.engine.diagnostics import full_gradients
+
     with opened(subject, config, fault) as run:
         microbatches = run.microbatches(subject.plans[REPLAYED])
         loss, denominators = PolicyLoss(config.objective), Denominators.of(run.plan(subject.plans[REPLAYED]))
         log_probs = by_sequence(microbatches, [s.log_probs for s in run.engine.score(microbatches)])
-        gradients = copied(run.engine.full_gradients(microbatches, loss, denominators))
+        gradients = copied(full_gradients(run.engine, microbatches, loss, denominators))
         metrics = run.engine.train_step(microbatches, loss, denominators, step=0, learning_rate=LEARNING_RATE)
         return Step(log_probs, metrics["loss"].value, gradients, copied(run.engine.hf_tensors()))
 
@@ -163,7 +167,7 @@ def publish(rank: int, subject: Subject, config: Config, fault: str | None, url:
             sender.close()
 
 
-def copied(tensors: HfTensors) -> dict[str, Tensor]:
+def copied(tensors: WeightExport) -> dict[str, Tensor]:
     """On rank 0; {} elsewhere, after having taken part."""
     return {name: tensor.clone() for name, tensor in tensors if tensor is not None}
 

@@ -18,7 +18,7 @@ from megatron_rl.batching import Microbatch, Spool, microbatches_for, split_step
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.engine import build_engine, start_process
 from megatron_rl.engine.checkpoint import CheckpointError
-from megatron_rl.engine.optimizer import learning_rate
+from megatron_rl.engine.learning_rate import learning_rate
 from megatron_rl.metrics import Metric, merge, to_floats
 from megatron_rl.objective import Denominators, PolicyLoss
 from megatron_rl.records import StepPlan, write_scores

@@ -90,18 +90,12 @@ class SupervisedStart:
 
 def _digest(config: Config) -> str:
     """Of all that the supervised start depends on."""
-    optimizer = config.optimizer
     parts = [
         config.model,
         config.task,
         config.supervised,
         config.run.seed,
-        optimizer.weight_decay,
-        optimizer.beta1,
-        optimizer.beta2,
+        *config.optimizer.update_settings(),
     ]
-    if optimizer.name == "muon":
-        own = optimizer.muon.learning_rate
-        parts += [optimizer.muon.model_copy(update={"learning_rate": own and own / optimizer.learning_rate})]
     text = json.dumps([p.model_dump(mode="json") if hasattr(p, "model_dump") else p for p in parts], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.optim import DistributedMuon, HeldPiece, MuonRates, MuonSettings, Piece, plan_rounds, stage_tasks
+from megatron_rl.optim import DistributedMuon, HeldPiece, MuonRates, MuonSettings, Piece, assign_rounds, stage_tasks
 from megatron_rl.processes import free_ports
 from megatron_rl.topology import Layout
 from megatron_rl.weight_mapping import ParameterTable, Placement
@@ -29,7 +29,7 @@ def weights_after(device: str, dtype: torch.dtype, group: dist.ProcessGroup) -> 
     tasks = stage_tasks(Placement(ParameterTable(SMALL["qwen3_moe"]), Layout(1)), 0, 5)
     pieces = [Piece(task.parameter.name, 0, 1, 0, task.elements) for task in tasks]
     muon = DistributedMuon(
-        MuonSettings(newton_schulz_dtype=dtype), plan_rounds(tasks, 1, 5000), pieces, group, torch.device(device)
+        MuonSettings(newton_schulz_dtype=dtype), assign_rounds(tasks, 1, 5000), pieces, group, torch.device(device)
     )
     generator = torch.Generator().manual_seed(0)
     weights = [torch.zeros(piece.length, device=device) for piece in pieces]

@@ -45,6 +45,7 @@ def moved(held: object, tensor: Tensor) -> Tensor:
 def score(rank: int, folder: Path, config: Config, job: ScoringJob) -> tuple[dict[str, np.ndarray], ScoringOutcome]:
     """As `attribution.ranks.attribute`, but that version 1 is made up."""
     from megatron_rl.attribution.ranks import StepScorer, score_all
+    from megatron_rl.engine.diagnostics import altered_weights
     from megatron_rl.trainer.model_folder import assembly_options, open_model
 
     run = RunFolder(folder)
@@ -52,7 +53,7 @@ def score(rank: int, folder: Path, config: Config, job: ScoringJob) -> tuple[dic
         model = open_model(run.model)
         engine = build_engine(config, groups, model.config, model)
         with closing(engine):
-            versions = {0: engine.snapshot(), 1: engine.snapshot(moved)}
+            versions = {0: engine.parameters.snapshot(), 1: altered_weights(engine, moved)}
             spool, options = Spool(folder), assembly_options(config, engine)
             member = SimpleNamespace(engine=engine, groups=groups, spool=spool, options=options, folder=run, config=config)
             scorer = StepScorer(member, spool.read_plan(Spool.plan_name(job.step)), {v: versions[v] for v in job.versions})

@@ -108,7 +108,9 @@ class Run:
         return {name: metric.value for name, metric in metrics.items() if metric.count}
 
     def gradients(self) -> dict[str, Tensor]:
-        return copied(self.engine.full_gradients(self.microbatches, self.loss, self.denominators))
+        from megatron_rl.engine.diagnostics import full_gradients
+
+        return copied(full_gradients(self.engine, self.microbatches, self.loss, self.denominators))
 
     def log_probs(self) -> dict[int, np.ndarray]:
         return by_sequence(self.microbatches, [s.log_probs for s in self.engine.score(self.microbatches)])

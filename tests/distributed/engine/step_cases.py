@@ -9,8 +9,8 @@ from torch import Tensor
 from megatron_rl.batching import Microbatch
 from megatron_rl.batching.collate import Member
 from megatron_rl.engine.engine import Scores
+from megatron_rl.engine.gradients import NonFiniteGradientError
 from megatron_rl.engine.groups import set_determinism
-from megatron_rl.engine.optimizer import NonFiniteGradientError
 from megatron_rl.engine.schedule import ScheduleError
 from megatron_rl.objective import Denominators, SupervisedLoss
 from megatron_rl.records import RaggedIds

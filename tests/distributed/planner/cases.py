@@ -1,5 +1,6 @@
 """What the ranks run."""
 
+from megatron_rl.engine.optimizers.megatron_state import torch_optimizers
 from tests.distributed.engine.cases import Run, Setting, laid_out
 
 
@@ -7,9 +8,8 @@ def buffers(rank: int, setting: Setting) -> dict[str, int]:
     """Bytes of Megatron's own buffers and of the optimizer's state on one rank."""
     with laid_out(setting) as groups:
         engine = Run(groups, setting).engine
-        own = [buffer for model in engine._models for buffer in (*model.buffers, *model.expert_parallel_buffers)]
-        parts = getattr(engine._optimizer, "chained_optimizers", [engine._optimizer])
-        inner = [part.optimizer for part in parts]
+        own = [buffer for model in engine.models for buffer in (*model.buffers, *model.expert_parallel_buffers)]
+        inner = torch_optimizers(engine.optimizer.megatron)
         states = [state for optimizer in inner for state in optimizer.state.values()]
         masters = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
         return {

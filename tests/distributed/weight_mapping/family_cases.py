@@ -59,6 +59,8 @@ def config_of(folder: Path, layout: Layout, dtype: str = "float32") -> Config:
 
 
 def run_family(rank: int, folder: Path, layout: Layout, dtype: str = "float32") -> FamilyResult:
+    from megatron_rl.engine.diagnostics import full_gradients
+
     checkpoint = open_checkpoint(folder)
     config = config_of(folder, layout, dtype)
     with parallel_layout(layout) as groups, closing(build_engine(config, groups, checkpoint.config, checkpoint)) as engine:
@@ -72,7 +74,7 @@ def run_family(rank: int, folder: Path, layout: Layout, dtype: str = "float32") 
         scores = engine.score(microbatches)
         for hook in hooks:
             hook.remove()
-        gradients = _copied(engine.full_gradients(microbatches, SupervisedLoss(), Denominators.of(plan)))
+        gradients = _copied(full_gradients(engine, microbatches, SupervisedLoss(), Denominators.of(plan)))
         log_probs = {}
         for microbatch, score in zip(microbatches, scores, strict=True):
             for number in np.unique(microbatch.sequence[microbatch.loss_mask]):
@@ -83,7 +85,7 @@ def run_family(rank: int, folder: Path, layout: Layout, dtype: str = "float32") 
 
 def _watch_routers(engine: Any, seen: dict[int, list[Tensor]]) -> list[Any]:
     hooks = []
-    for wrapped in engine._models:
+    for wrapped in engine.models:
         for layer in wrapped.module.decoder.layers:
             if hasattr(layer.mlp, "router"):
                 into = seen.setdefault(layer.layer_number - 1, [])
@@ -119,11 +121,11 @@ def load_and_save(rank: int, folder: Path, converted: Path, saved: Path, layout:
     ):
         state = {
             f"model{n}": m.module.sharded_state_dict(metadata={"non_homogeneous_layers": True})
-            for n, m in enumerate(engine._models)
+            for n, m in enumerate(engine.models)
         }
         loaded = dist_checkpointing.load(state, str(converted))
-        for number, model in enumerate(engine._models):
+        for number, model in enumerate(engine.models):
             model.module.load_state_dict(loaded[f"model{number}"])
-        wrong = [held.name for held in engine._held if not torch.equal(engine._parameter(held), held.shard_from_hf(source))]
+        wrong = [held.name for held, tensor in engine.parameters if not torch.equal(tensor, held.shard_from_hf(source))]
         engine.save(saved, 0)
         return wrong

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rl.config.sections import Optimizer
-from megatron_rl.engine.optimizer import learning_rate
+from megatron_rl.engine.learning_rate import learning_rate
 
 
 def rates(decay: str, *, total: int = 7, **settings: float) -> list[float]:

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rl.config.sections import Muon, Optimizer
-from megatron_rl.engine.optimizer import muon_rates
+from megatron_rl.engine.optimizers.muon import muon_rates
 
 
 def test_left_out_they_are_those_of_adamw() -> None:

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_rl.config.sections import Precision
-from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.errors import UnsupportedModelError
-from megatron_rl.engine.quantisation import PolicyQuantiser, native_fp4_settings, quantise_inputs
+from megatron_rl.engine.quantisation import PolicyQuantiser, check_input_quantisation, native_fp4_settings, quantise_inputs
 from megatron_rl.precision import Selection, amax_of, fake_quantise
 from megatron_rl.topology import Layout
 from megatron_rl.weight_mapping import ParameterTable, Placement
@@ -75,9 +74,8 @@ def test_inputs_are_quantised_and_their_gradient_goes_straight_through() -> None
 
 
 def test_inputs_of_transformer_engines_maps_are_refused() -> None:
-    engine = SimpleNamespace(backend=SimpleNamespace(transformer_engine=True))
     with pytest.raises(UnsupportedModelError, match="fused norm.*train with precision.training = 'native'"):
-        Engine._quantise_inputs(engine, [])
+        check_input_quantisation(has_transformer_engine=True)
 
 
 def transformer_engine(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], **recipes: object) -> None:

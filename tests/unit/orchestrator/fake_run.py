@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from megatron_rl.orchestrator.fleet import Fleet, FleetLimits
 
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.orchestrator import Orchestrator, RunState, control_app
+from megatron_rl.orchestrator.fleet import Fleet, FleetLimits
 from megatron_rl.records import GroupResult, GroupTask, RolloutSummary, StepPlan
 from megatron_rl.wire.access import KEY_HEADER
 from megatron_rl.wire.control import (

@@ -4,9 +4,9 @@ import asyncio
 
 import httpx
 import pytest
-from megatron_rl.orchestrator.fleet import host_of
 
 from megatron_rl.orchestrator import RunFailedError
+from megatron_rl.orchestrator.fleet import host_of
 from megatron_rl.orchestrator.probes import Probe
 from megatron_rl.records import GroupResult
 from megatron_rl.wire.control import (
