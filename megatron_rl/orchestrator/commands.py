@@ -72,7 +72,7 @@ def gpu_variables(config: Config) -> dict[str, str]:
 
 def replay_processes(config: Config, folder: RunFolder, scratch: RunFolder, first: int, steps: int) -> list[Command]:
     """The ranks of a replay: `folder` is the run's, `scratch` holds the configuration of the replay and takes what it writes."""
-    argv = [sys.executable, "-m", "megatron_rl.trainer.replay", str(folder.path), str(scratch.path), str(first), str(steps)]
+    argv = [sys.executable, "-m", "megatron_rl.trainer.rerun", str(folder.path), str(scratch.path), str(first), str(steps)]
     return rank_processes("replay", argv, config, scratch.logs, {**gpu_variables(config), "HF_HUB_OFFLINE": "1"})
 
 

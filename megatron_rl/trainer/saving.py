@@ -7,9 +7,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config.sections import LayoutSection
 from megatron_rl.conversion import CarriedLayers, write_hf_checkpoint
 from megatron_rl.conversion.hf_reader import read_config
+from megatron_rl.engine.checkpoint import CheckpointError
 from megatron_rl.engine.engine import Engine
+from megatron_rl.trainer.fingerprint import Fingerprint, checksums
+from megatron_rl.trainer.ranks import broadcast_object, gather_object
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +32,32 @@ def save_checkpoint(engine: Engine, folder: Path, step: int) -> None:
 def load_checkpoint(engine: Engine, folder: Path) -> int:
     """At any layout. Returns the step."""
     return engine.load(folder / ENGINE)
+
+
+def check_loaded(engine: Engine, checkpoint: Path, fingerprints: Path, step: int, layout: LayoutSection) -> None:
+    """Compare the state just loaded with the checksums recorded when it was saved; a collective.
+
+    A byte that a disk has changed shows in nothing else. Nothing is compared where no fingerprint was recorded at this layout.
+
+    Args:
+        engine: With the checkpoint loaded.
+        checkpoint: Named in the message.
+        fingerprints: The run's folder of fingerprints.
+        step: Steps done: the checkpoint was saved after step - 1.
+        layout: This run's layout section: at another one the ranks' parts are others.
+
+    Raises:
+        CheckpointError: On rank 0, which ends all ranks.
+    """
+    recorded = Fingerprint.read(fingerprints, step - 1)
+    own = gather_object(checksums(engine.state())) if broadcast_object(recorded is not None) else None
+    if own is None or recorded is None or recorded.layout != layout.model_dump():
+        return
+    if found := recorded.first_difference(Fingerprint(step - 1, recorded.layout, tuple(own))):
+        raise CheckpointError(
+            f"{checkpoint}: {found.name} of rank {found.rank}, and {found.num_different - 1} more tensors, are not what was saved; "
+            "remove the folder: --resume then continues from the checkpoint before it"
+        )
 
 
 def write_policy(engine: Engine, folder: Path, model: Path) -> None:

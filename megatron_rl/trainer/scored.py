@@ -11,12 +11,13 @@ from megatron_rl.batching import Microbatch
 from megatron_rl.engine.head import Loss
 from megatron_rl.objective import NUM_BINS, Measured, TokenBatch, ratio_counts, ratio_quantiles
 from megatron_rl.records import PlanEntry, StepPlan
+from megatron_rl.trainer.ranks import gather_object
 
 
-class KeepsLogProbs:
-    """A loss that keeps what it was given, microbatch by microbatch; the schedule runs the last stage's in their order."""
+class LogProbRecorder:
+    """A loss that records the log-probs it is given, microbatch by microbatch; the schedule runs the last stage's in their order."""
 
-    def __init__(self, loss: Loss):
+    def __init__(self, loss: Loss) -> None:
         self._loss = loss
         self.log_probs: list[Tensor] = []  # f32 [N] of each microbatch; empty on ranks that see no loss
         self.ratio_counts: list[Tensor] = []  # of each microbatch's loss tokens, as `ratio_counts` makes them
@@ -27,15 +28,39 @@ class KeepsLogProbs:
         return self._loss(log_probs, batch)
 
 
-def step_ratio_quantiles(kept: Sequence[KeepsLogProbs], is_reporting_rank: bool, device: torch.device) -> dict[str, float]:
-    """Over all loss tokens of a step, of all ranks; a collective. is_reporting_rank: whether this rank's tokens count; of several that see the same
-    ones, one speaks."""
+def step_ratio_quantiles(recorded: Sequence[LogProbRecorder], is_reporting_rank: bool, device: torch.device) -> dict[str, float]:
+    """Quantiles of p / p_rollout over all loss tokens of a step, of all ranks; a collective.
+
+    Args:
+        recorded: One for each update of the step.
+        is_reporting_rank: Whether this rank's tokens count: of several ranks that see the same ones, one reports.
+        device: Of the counts, as the process group's backend wants it.
+    """
     counts = torch.zeros(NUM_BINS, dtype=torch.int64, device=device)
     if is_reporting_rank:
-        for of_microbatch in (counted for loss in kept for counted in loss.ratio_counts):
+        for of_microbatch in (counted for loss in recorded for counted in loss.ratio_counts):
             counts += of_microbatch
     dist.all_reduce(counts)
     return ratio_quantiles(counts)
+
+
+def step_scores(
+    updates: Sequence[tuple[StepPlan, Sequence[Microbatch], LogProbRecorder]], count: int, is_reporting_rank: bool
+) -> dict[str, np.ndarray]:
+    """What the loss saw of a few rollouts of each update: uid to f32 [C], on rank 0; a collective, unless count is 0.
+
+    Args:
+        updates: The plan of each update with this rank's microbatches and what the loss recorded of them.
+        count: Rollouts of each update.
+        is_reporting_rank: As in `step_ratio_quantiles`.
+    """
+    own: dict[str, np.ndarray] = {}
+    if not count:
+        return own
+    if is_reporting_rank:
+        for plan, microbatches, recorded in updates:
+            own |= completion_scores(microbatches, recorded.log_probs, plan.entries, shown_entries(plan, count))
+    return {uid: scores for of_rank in gather_object(own) or () for uid, scores in of_rank.items()}
 
 
 def shown_entries(plan: StepPlan, count: int) -> set[int]:

@@ -9,7 +9,7 @@ from megatron_rl.batching import Alignment, AssemblyOptions
 from megatron_rl.batching.collate import Member, collate
 from megatron_rl.objective import ratio_counts
 from megatron_rl.records import ModelContract, PlanEntry, RaggedIds, Rollout, Sampling, StepPlan
-from megatron_rl.trainer.scored import KeepsLogProbs, completion_scores, shown_entries
+from megatron_rl.trainer.scored import LogProbRecorder, completion_scores, shown_entries
 
 
 def entry(uid: str, advantage: float) -> PlanEntry:
@@ -51,7 +51,7 @@ def test_each_token_has_the_value_of_the_position_that_predicts_it():
 
 def test_a_kept_loss_is_the_loss():
     seen = []
-    loss = KeepsLogProbs(lambda log_probs, batch: seen.append(batch) or (2 * log_probs.sum(), "measured"))
+    loss = LogProbRecorder(lambda log_probs, batch: seen.append(batch) or (2 * log_probs.sum(), "measured"))
     values = torch.tensor([-1.0, -2.0, -3.0, -4.0], requires_grad=True)
     batch = SimpleNamespace(position=torch.tensor([1, 3]), rollout_logprobs=torch.tensor([-2.0, -4.5]))
     share, measured = loss(values, batch)

@@ -1,4 +1,4 @@
-"""Recorded steps trained again, on one rank: `python -m megatron_rl.trainer.replay RUN_DIR SCRATCH_DIR FIRST STEPS`.
+"""Recorded steps trained again, on one rank: `python -m megatron_rl.trainer.rerun RUN_DIR SCRATCH_DIR FIRST STEPS`.
 
 Nothing of the run is written. Rank 0 appends a comparison for each step to SCRATCH_DIR/report.jsonl.
 """
