@@ -32,7 +32,6 @@ from megatron_rl.objective import Denominators, SupervisedLoss
 from megatron_rl.optim import DistributedMuon, HeldPiece, MuonRates, Piece, assign_rounds, bytes_sent, loads_of, stage_tasks
 from megatron_rl.optim.exchange import Routing, bring_together, cut_up
 from megatron_rl.optim.muon import update_of
-from megatron_rl.records import ModelContract
 from megatron_rl.topology import Layout
 from megatron_rl.weight_mapping import ParameterTable, Placement
 
@@ -87,8 +86,7 @@ def measure(rank: int, layout: Layout, arm: str, repeats: int, architecture: dic
     muon.DistributedMuon = NaiveMuon if arm == "naive_muon" else DistributedMuon
     with parallel_layout(layout) as groups:
         engine = build_engine(config, groups, architecture, dict(random_hf_tensors(ParameterTable(architecture), 0)))
-        moe = engine.table.architecture.moe
-        contract = ModelContract(architecture["vocab_size"], len(moe.layers), moe.num_experts, moe.top_k)
+        contract = engine.table.architecture.contract
         options = AssemblyOptions(contract, 64, sequence_parallel=config.sequence_parallel, moe_layers=engine.moe_layers)
         random = np.random.default_rng(0)
         texts = [tuple(int(token) for token in random.integers(0, contract.vocab_size, 12)) for _ in range(8)]

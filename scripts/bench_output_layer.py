@@ -66,8 +66,7 @@ def timed(compute: LogProbs, timer: Timer, hidden: Tensor, *arguments: object, *
 def random_microbatches(config: Config, table: ParameterTable, num_tokens: int) -> tuple[list[Microbatch], Denominators]:
     """Sequences of PROMPT + COMPLETION random tokens with random routes; the sets' sizes are of the published shape."""
     architecture, random = table.architecture, np.random.default_rng(0)
-    moe, vocab = architecture.moe, architecture.vocab_size
-    contract = ModelContract(vocab, len(architecture.moe_layers), moe.num_experts if moe else 0, moe.top_k if moe else 0)
+    vocab, contract = architecture.vocab_size, architecture.contract
     count = num_tokens // (PROMPT + COMPLETION)
     sizes = set_sizes(Problem("published", count * COMPLETION, vocab, 0)).clamp(max=vocab // 2).numpy().reshape(count, COMPLETION)
     members = [

@@ -224,7 +224,7 @@ def _result(task: GroupTask, version: int) -> GroupResult:
 
 def measure_worker(rollouts: int) -> dict[str, float]:
     """From the bytes that a server sends to the payload's file, for a model of Kimi-K2's size: 60 MoE layers, 8 of 384 experts."""
-    contract = ModelContract(vocab_size=163840, num_moe_layers=60, num_experts=384, experts_per_token=8)
+    contract = ModelContract(vocab_size=163840, moe_layers=tuple(range(1, 61)), num_experts=384, experts_per_token=8)
     body = json.dumps(_answer(contract, np.random.default_rng(0))).encode()
     sampling = Sampling(temperature=1.0, top_p=0.95, top_k=512, max_new_tokens=COMPLETION)
     rules = EpisodeRules(sampling, (), max_sequence_length=PROMPT + COMPLETION)

@@ -30,7 +30,8 @@ class AssemblyOptions:
     @property
     def readable_contract(self) -> ModelContract:
         """The contract of a record of which only this rank's routes were read."""
-        return replace(self.contract, num_moe_layers=len(self.moe_layers) if self.replays_routes else 0)
+        layers = tuple(self.contract.moe_layers[n] for n in self.moe_layers) if self.replays_routes else ()
+        return replace(self.contract, moe_layers=layers)
 
     @property
     def route_dtype(self) -> type[np.unsignedinteger]:

@@ -15,7 +15,7 @@ from megatron_rl.config.tree import Config
 
 @dataclass(frozen=True)
 class RunFolder:
-    """RUN/: lock, config.toml, model/, nvfp4_model/, spool/, checkpoints/, logs/, metrics.jsonl, tensorboard/, rollouts/, scores/, fingerprints/, replays/,
+    """RUN/: lock, config.toml, model/, model_contract.json, nvfp4_model/, spool/, checkpoints/, logs/, metrics.jsonl, tensorboard/, rollouts/, scores/, fingerprints/, replays/,
     attributions/, status.json, requests/, summary.json, export/, and of a job job.sbatch, job.json, lives.json, orchestrator.json."""
 
     path: Path
@@ -33,6 +33,11 @@ class RunFolder:
     def model(self) -> Path:
         """What the servers load: config.json, tokenizer, and weights unless the model starts from random ones."""
         return self.path / "model"
+
+    @property
+    def model_contract(self) -> Path:
+        """What rollouts of the model look like: vocabulary, MoE layers, experts. See records.ModelContract."""
+        return self.path / "model_contract.json"
 
     @property
     def nvfp4_model(self) -> Path:

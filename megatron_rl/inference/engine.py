@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import httpx
 
 from megatron_rl.inference.completion import Completion
-from megatron_rl.inference.sampled_model import SampledModel
 from megatron_rl.inference.sender import ServerAddress, ServerControl, WeightSender
-from megatron_rl.records import Sampling
+from megatron_rl.records import ModelContract, Sampling
 
 if TYPE_CHECKING:
     from megatron_rl.weight_mapping import ModelArchitecture
@@ -144,13 +143,13 @@ class InferenceEngine(Protocol):
         ...
 
     def sampling_client(
-        self, url: str, model: SampledModel, *, key: str, keep_set_source: KeepSetSource, max_keep_set: int, timeout_s: float
+        self, url: str, contract: ModelContract, *, key: str, keep_set_source: KeepSetSource, max_keep_set: int, timeout_s: float
     ) -> SamplingClient:
         """A client of the server at `url`.
 
         Args:
             url: Such as `http://127.0.0.1:8000`.
-            model: What its records look like.
+            contract: What the model's records look like.
             key: The run's.
             keep_set_source: How keep-sets are read.
             max_keep_set: Size of the widest keep-set that `processed_logprobs` carries.

@@ -15,6 +15,7 @@ from megatron_rl.conversion.outgoing import left_out
 from megatron_rl.errors import UserError
 from megatron_rl.launch.error_report import USER_ERROR
 from megatron_rl.precision import check_cuts, selection_of, stored_format
+from megatron_rl.records import write_model_contract
 from megatron_rl.tasks import TextEncoder
 from megatron_rl.topology import Layout
 from megatron_rl.weight_mapping import ParameterTable, Placement
@@ -46,11 +47,13 @@ def prepare(config: Config, run: RunFolder | None) -> dict[str, object]:
         _check_tokenizer(config.model.path, config, int(hf_config["vocab_size"]))
     described = describe(hf_config, config)
     if run is not None:
-        _lay_ready(config, hf_config, run)
+        _fill(run, config, hf_config)
     return described
 
 
-def _lay_ready(config: Config, hf_config: dict, run: RunFolder) -> None:
+def _fill(run: RunFolder, config: Config, hf_config: dict) -> None:
+    """The model's folders and its contract. Also for a run that is resumed: one of an earlier version lacks the contract."""
+    write_model_contract(run.model_contract, ParameterTable(hf_config).architecture.contract)
     if not run.model.exists():
         if config.model.path is None:
             make_random_model(run.model, hf_config, seed=config.run.seed)

@@ -99,7 +99,7 @@ def _plan(table: ParameterTable, num_sequences: int, prompt_tokens: int, respons
 
 def _microbatches(config: Config, table: ParameterTable, plan: SupervisedPlan, groups: ParallelGroups) -> list[Microbatch]:
     options = AssemblyOptions(
-        ModelContract(table.architecture.vocab_size, 0, 0, 0), config.trainer.max_tokens_per_microbatch, config.sequence_parallel
+        ModelContract(table.architecture.vocab_size, (), 0, 0), config.trainer.max_tokens_per_microbatch, config.sequence_parallel
     )
     return supervised_microbatches(plan, groups.layout, groups.coords, options)
 

@@ -14,7 +14,6 @@ from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.inference.engine import InferenceEngine, ServerSettings
 from megatron_rl.inference.errors import ServerError
 from megatron_rl.inference.registry import engine_of
-from megatron_rl.inference.sampled_model import SampledModel, read_sampled_model
 from megatron_rl.preflight import ranks
 from megatron_rl.preflight.faults import injected_fault
 from megatron_rl.preflight.results import Measurement
@@ -112,10 +111,10 @@ def _wait_until_healthy(engine: InferenceEngine, server: Child, url: str) -> Non
 async def _sample(subject: Subject, url: str, key: str) -> list[Rollout]:
     """Random prompts, sampled as in training."""
     random = np.random.default_rng(_PROBES)
-    model: SampledModel = read_sampled_model(subject.model_folder, subject.model["vocab_size"])
-    prompts = [random.integers(0, model.contract.vocab_size, int(random.integers(2, 24))).tolist() for _ in range(_NUM_PROBES)]
+    contract = subject.table.architecture.contract
+    prompts = [random.integers(0, contract.vocab_size, int(random.integers(2, 24))).tolist() for _ in range(_NUM_PROBES)]
     client = engine_of(subject.config).sampling_client(
-        url, model, key=key, keep_set_source="processed_logprobs", max_keep_set=SAMPLING.top_k, timeout_s=120
+        url, contract, key=key, keep_set_source="processed_logprobs", max_keep_set=SAMPLING.top_k, timeout_s=120
     )
     rules = EpisodeRules(SAMPLING, (), max_sequence_length=subject.config.model.max_sequence_length)
     untruncated = replace(rules, sampling=Sampling(temperature=SAMPLING.temperature, max_new_tokens=SAMPLING.max_new_tokens))
@@ -128,7 +127,7 @@ async def _sample(subject: Subject, url: str, key: str) -> list[Rollout]:
     finally:
         await client.close()
     for rollout in rollouts:
-        check_rollout(rollout, model.contract)
+        check_rollout(rollout, contract)
     return rollouts
 
 

@@ -1,7 +1,6 @@
 """Rollouts of one group as one safetensors file: written by a worker, read slice by slice by the trainer's ranks."""
 
 import json
-import os
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from megatron_rl.config.sampling import Sampling
+from megatron_rl.records.atomic_file import write_atomically
 from megatron_rl.records.ragged import RaggedIds
 from megatron_rl.records.rollout import Rollout
 
@@ -45,16 +45,6 @@ def write_payload(path: Path, rollouts: Sequence[Rollout]) -> int:
     data = save(tensors, metadata={"rollouts": json.dumps(scalars)})
     write_atomically(path, data)
     return len(data)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """The bytes under `path`, or what was there before: never a part. Private to the user."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with open(aside, "wb", opener=lambda p, flags: os.open(p, flags, 0o600)) as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(aside, path)
 
 
 class Payload:

@@ -6,6 +6,7 @@ import numpy as np
 
 from megatron_rl.config.sampling import Sampling
 from megatron_rl.records.errors import ContractError
+from megatron_rl.records.model_contract import ModelContract
 from megatron_rl.records.ragged import RaggedIds
 
 
@@ -42,16 +43,6 @@ class Rollout:
     def singletons(self) -> np.ndarray:
         """bool [C]: loss tokens whose keep-set has one element."""
         return (self.set_sizes == 1) & self.loss_mask
-
-
-@dataclass(frozen=True)
-class ModelContract:
-    """What a rollout of this model must look like."""
-
-    vocab_size: int
-    num_moe_layers: int  # 0: a dense model, without routes
-    num_experts: int
-    experts_per_token: int
 
 
 def check_rollout(rollout: Rollout, contract: ModelContract) -> None:

@@ -7,7 +7,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from megatron_rl.records.payload import PayloadError, write_atomically
+from megatron_rl.records.atomic_file import write_atomically
+from megatron_rl.records.payload import PayloadError
 
 
 def write_scores(path: Path, scores: Mapping[str, np.ndarray]) -> None:

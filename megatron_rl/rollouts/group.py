@@ -13,7 +13,6 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.inference.engine import InferenceEngine, SamplingClient
 from megatron_rl.inference.errors import PromptError, ServerError
-from megatron_rl.inference.sampled_model import SampledModel
 from megatron_rl.records import (
     ContractError,
     GroupResult,
@@ -39,7 +38,7 @@ class GroupSampler:
     Args:
         config: The run's.
         engine: The one that `config` names.
-        model: What its records look like.
+        contract: What the records of the model look like.
         task: Gives prompts and scores completions.
         text: The tokenizer.
         spool: RUN/spool, which has the folder `rollouts`.
@@ -50,7 +49,7 @@ class GroupSampler:
         self,
         config: Config,
         engine: InferenceEngine,
-        model: SampledModel,
+        contract: ModelContract,
         task: Task,
         text: TextEncoder,
         spool: Path,
@@ -58,7 +57,7 @@ class GroupSampler:
     ):
         r = config.rollouts
         self._engine = engine
-        self._config, self._model, self._task, self._text, self._spool = config, model, task, text, spool
+        self._config, self._contract, self._task, self._text, self._spool = config, contract, task, text, spool
         stop_ids = text.eos_ids + (text.newline_ids if r.stop_at_newline else ())
         self._rules = EpisodeRules(config.sampling, tuple(dict.fromkeys(stop_ids)), config.model.max_sequence_length, r.max_turns)
         self._key = key
@@ -73,14 +72,14 @@ class GroupSampler:
             rollouts = await self._episodes(group)
             rollouts = await self._scored(group, rollouts)
             for rollout in rollouts:
-                check_rollout(rollout, self._model.contract)
+                check_rollout(rollout, self._contract)
             file = f"rollouts/{group.uid}.safetensors"
             num_bytes = await asyncio.to_thread(write_payload, self._spool / file, rollouts)
             result = replace(result, payload_bytes=num_bytes, examples=(self._example(group, rollouts[0]),))
         except tuple(_FAILURES) as error:
             file, kind = "", next(kind for of, kind in _FAILURES.items() if isinstance(error, of))
             result = replace(result, failure=kind, message=str(error))
-        summaries = tuple(summary_of(r, file, i, self._model.contract) for i, r in enumerate(rollouts))
+        summaries = tuple(summary_of(r, file, i, self._contract) for i, r in enumerate(rollouts))
         return replace(result, rollouts=summaries, seconds=time.monotonic() - started)
 
     async def close(self) -> None:
@@ -113,7 +112,7 @@ class GroupSampler:
         if url not in self._clients:
             self._clients[url] = self._engine.sampling_client(
                 url,
-                self._model,
+                self._contract,
                 key=self._key,
                 keep_set_source=self._config.keep_set_source,
                 max_keep_set=self._config.rollouts.max_keep_set,

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from megatron_rl.config import ConfigError, RunFolder
 from megatron_rl.inference.registry import engine_of
-from megatron_rl.inference.sampled_model import read_sampled_model
 from megatron_rl.processes import ignore_sigterm
-from megatron_rl.records import GroupTask
+from megatron_rl.records import GroupTask, ModelContractError, read_model_contract
 from megatron_rl.rollouts.group import GroupSampler
 from megatron_rl.tasks import TaskError, TextEncoder, load_task
 from megatron_rl.wire.access import KeyMissingError, key_from_environment
@@ -78,11 +77,11 @@ class Worker:
 async def work(folder: RunFolder, orchestrator: str, key: str, name: str) -> None:
     config = folder.config()
     text = TextEncoder(folder.model, config.task)
-    model = read_sampled_model(folder.model, text.num_tokens)
+    contract = read_model_contract(folder.model_contract).limited_to(text.num_tokens)
     task = load_task(config.task, config.run.seed)
-    sampler = GroupSampler(config, engine_of(config), model, task, text, folder.path / "spool", key)
+    sampler = GroupSampler(config, engine_of(config), contract, task, text, folder.path / "spool", key)
     client = AsyncControlClient(orchestrator, key, patience_s=PATIENCE_S)
-    logger.info("worker %s: keep-sets by %s, %d MoE layers", name, config.keep_set_source, len(model.moe_layers))
+    logger.info("worker %s: keep-sets by %s, %d MoE layers", name, config.keep_set_source, contract.num_moe_layers)
     try:
         await Worker(name, sampler, client).run()
     finally:
@@ -106,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         asyncio.run(work(RunFolder(args.run_dir), args.orchestrator, key, args.name))
-    except (OrchestratorGoneError, TaskError, ConfigError) as error:
+    except (OrchestratorGoneError, TaskError, ConfigError, ModelContractError) as error:
         logger.error("%s: %s", type(error).__name__, error)
         return 1
     return 0

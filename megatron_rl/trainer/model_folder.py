@@ -6,8 +6,6 @@ from megatron_rl.batching import AssemblyOptions
 from megatron_rl.config import Config
 from megatron_rl.conversion import HfCheckpoint, MegatronCheckpoint, open_checkpoint, table_of
 from megatron_rl.engine.engine import Engine
-from megatron_rl.records import ModelContract
-from megatron_rl.weight_mapping import ModelArchitecture
 
 
 def open_model(folder: Path) -> HfCheckpoint | MegatronCheckpoint:
@@ -17,18 +15,10 @@ def open_model(folder: Path) -> HfCheckpoint | MegatronCheckpoint:
     return checkpoint
 
 
-def contract_of(model: ModelArchitecture) -> ModelContract:
-    moe = model.moe
-    return ModelContract(
-        vocab_size=model.vocab_size, num_moe_layers=len(model.moe_layers), num_experts=moe.num_experts if moe else 0,
-        experts_per_token=moe.top_k if moe else 0,
-    )  # fmt: skip
-
-
 def assembly_options(config: Config, engine: Engine) -> AssemblyOptions:
     """What this rank's microbatches hold."""
     return AssemblyOptions(
-        contract=contract_of(engine.table.architecture), max_tokens=config.trainer.max_tokens_per_microbatch,
+        contract=engine.table.architecture.contract, max_tokens=config.trainer.max_tokens_per_microbatch,
         sequence_parallel=config.sequence_parallel, keep_set_replay=config.objective.keep_set_replay,
         routing_replay=config.objective.routing_replay, moe_layers=engine.moe_layers,
     )  # fmt: skip

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_rl.records import ModelContract
+
 
 @dataclass(frozen=True)
 class GroupedQueryAttention:
@@ -121,6 +123,12 @@ class ModelArchitecture:
     to logits; they are trained by a loss of their own, or only carried along."""
     swiglu_limit: float | None = None
     """None: silu(gate) * up. Given: both are clamped to it, then gate * sigmoid(1.702 * gate) * (up + 1) (GPT-OSS)."""
+
+    @property
+    def contract(self) -> ModelContract:
+        """What rollouts of this model look like."""
+        moe = self.moe
+        return ModelContract(self.vocab_size, self.moe_layers, moe.num_experts if moe else 0, moe.top_k if moe else 0)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -14,14 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.sections import Task as TaskSection
 from megatron_rl.conversion import make_random_model
+from megatron_rl.conversion.model_files import read_config
 from megatron_rl.inference.engine import ServerSettings
-from megatron_rl.inference.sampled_model import read_sampled_model
 from megatron_rl.inference.vllm.client import VllmClient
 from megatron_rl.inference.vllm.server import server_command
 from megatron_rl.processes import Child, Command, free_ports, stop_all
 from megatron_rl.records import Rollout, Sampling, check_rollout
 from megatron_rl.rollouts.episode import EpisodeRules, run_episode
 from megatron_rl.tasks import TextEncoder
+from megatron_rl.weight_mapping import ParameterTable
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -96,10 +97,10 @@ def reference(folder):
 
 def sample(url, folder, sampling: Sampling, prompts, *, max_turns=1, reply=None) -> list[Rollout]:
     text = TextEncoder(folder, TEXT)
-    model = read_sampled_model(folder, text.num_tokens)
+    contract = ParameterTable(read_config(folder)).architecture.contract.limited_to(text.num_tokens)
 
     async def body():
-        client = VllmClient(url, model, key="k", keep_set_source="processed_logprobs", max_keep_set=128, timeout_s=120)
+        client = VllmClient(url, contract, key="k", keep_set_source="processed_logprobs", max_keep_set=128, timeout_s=120)
         rules = EpisodeRules(sampling, text.eos_ids, max_sequence_length=256, max_turns=max_turns)
         unique = f"{time.monotonic_ns()}"
         episodes = [run_episode(f"{unique}-{n}", p, text.prompt(p), client, text, rules, reply) for n, p in enumerate(prompts)]
@@ -113,7 +114,7 @@ def sample(url, folder, sampling: Sampling, prompts, *, max_turns=1, reply=None)
     assert all((r.policy_versions == -1).all() for r in rollouts)
     rollouts = [replace(r, policy_versions=r.policy_versions + 1) for r in rollouts]
     for rollout in rollouts:
-        check_rollout(rollout, model.contract)
+        check_rollout(rollout, contract)
     return rollouts
 
 

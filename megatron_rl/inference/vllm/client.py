@@ -13,9 +13,8 @@ import httpx
 from megatron_rl.inference.completion import Completion
 from megatron_rl.inference.engine import KeepSetSource
 from megatron_rl.inference.errors import PromptError, ServerError
-from megatron_rl.inference.sampled_model import SampledModel
 from megatron_rl.inference.vllm.completion import decode_completion, num_logprobs
-from megatron_rl.records import ContractError, Sampling
+from megatron_rl.records import ContractError, ModelContract, Sampling
 from megatron_rl.wire.access import with_key
 
 _SPAN_WINDOW_S = 0.005
@@ -31,9 +30,9 @@ class VllmClient:
     """Used from one event loop; `close()` at the end. key: the run's. timeout_s: of one request from sending to the whole answer."""
 
     def __init__(
-        self, url: str, model: SampledModel, *, key: str, keep_set_source: KeepSetSource, max_keep_set: int, timeout_s: float
+        self, url: str, contract: ModelContract, *, key: str, keep_set_source: KeepSetSource, max_keep_set: int, timeout_s: float
     ):
-        self.url, self._model = url, model
+        self.url, self._contract = url, contract
         self._source, self._max_keep_set, self._timeout_s = keep_set_source, max_keep_set, timeout_s
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S)
         self._http = httpx.AsyncClient(
@@ -59,7 +58,7 @@ class VllmClient:
         spans = _own_spans(self.url, choice) or await self._spans.ask(request_id)
         try:  # in a thread: a long answer holds a million entries
             return await asyncio.to_thread(
-                decode_completion, request_id, choice, spans, sampling, self._source, self._model.moe_layers
+                decode_completion, request_id, choice, spans, sampling, self._source, self._contract.moe_layers
             )
         except ContractError:
             raise
@@ -93,7 +92,7 @@ class VllmClient:
         await self._http.aclose()
 
     def _sampling_params(self, sampling: Sampling, stop_token_ids: Sequence[int]) -> dict[str, Any]:
-        vocab_size = self._model.contract.vocab_size
+        vocab_size = self._contract.vocab_size
         # vLLM takes 0 for "no limit", but with its native mask wants a limit on every request: the whole vocabulary is none
         top_k = sampling.top_k or (vocab_size if self._source == "native" else 0)
         return {

@@ -8,11 +8,11 @@ import httpx
 
 from megatron_rl.inference.engine import KeepSetSource, SamplingClient, ServerSettings, WeightTransport
 from megatron_rl.inference.errors import UnsupportedByEngineError
-from megatron_rl.inference.sampled_model import SampledModel
 from megatron_rl.inference.sender import ServerAddress, WeightSender
 from megatron_rl.inference.vllm.client import VllmClient
 from megatron_rl.inference.vllm.control import VllmControl
 from megatron_rl.inference.vllm.server import WEIGHT_TRANSFER_BACKENDS, server_command
+from megatron_rl.records import ModelContract
 
 if TYPE_CHECKING:
     from megatron_rl.weight_mapping import ModelArchitecture
@@ -51,9 +51,9 @@ class VllmEngine:
         return None
 
     def sampling_client(
-        self, url: str, model: SampledModel, *, key: str, keep_set_source: KeepSetSource, max_keep_set: int, timeout_s: float
+        self, url: str, contract: ModelContract, *, key: str, keep_set_source: KeepSetSource, max_keep_set: int, timeout_s: float
     ) -> SamplingClient:
-        return VllmClient(url, model, key=key, keep_set_source=keep_set_source, max_keep_set=max_keep_set, timeout_s=timeout_s)
+        return VllmClient(url, contract, key=key, keep_set_source=keep_set_source, max_keep_set=max_keep_set, timeout_s=timeout_s)
 
     def server_control(self, address: ServerAddress, http: httpx.Client, timeout_s: float) -> VllmControl:
         return VllmControl(address, http, timeout_s)

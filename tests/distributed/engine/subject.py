@@ -18,7 +18,7 @@ from megatron_rl.conversion import random_hf_tensors
 from megatron_rl.objective import Denominators, PolicyLoss
 from megatron_rl.records import ModelContract, RaggedIds, Rollout, Sampling
 from megatron_rl.topology import Layout, RankCoords
-from megatron_rl.weight_mapping import ModelArchitecture, ParameterTable
+from megatron_rl.weight_mapping import ParameterTable
 
 
 def _models(file: str) -> dict[str, dict[str, Any]]:
@@ -72,11 +72,7 @@ def weights_of(model: str, seed: int = 0) -> dict[str, Tensor]:
 
 
 def contract_of(model: str) -> ModelContract:
-    architecture: ModelArchitecture = ParameterTable(CONFIGS[model]).architecture
-    moe = architecture.moe
-    return ModelContract(
-        architecture.vocab_size, len(architecture.moe_layers), moe.num_experts if moe else 0, moe.top_k if moe else 0
-    )
+    return ParameterTable(CONFIGS[model]).architecture.contract
 
 
 def rollouts_of(model: str, seed: int = 0) -> list[Member]:

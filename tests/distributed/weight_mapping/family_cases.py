@@ -66,7 +66,7 @@ def run_family(rank: int, folder: Path, layout: Layout, dtype: str = "float32") 
     with parallel_layout(layout) as groups, closing(build_engine(config, groups, checkpoint.config, checkpoint)) as engine:
         model = engine.table.architecture
         plan = SupervisedPlan(0, examples_of(model.vocab_size))
-        contract = ModelContract(model.vocab_size, 0, 0, 0)
+        contract = ModelContract(model.vocab_size, (), 0, 0)
         options = AssemblyOptions(contract, MAX_TOKENS, sequence_parallel=config.sequence_parallel, moe_layers=engine.moe_layers)
         microbatches = supervised_microbatches(plan, layout, groups.coords, options)
         seen: dict[int, list[Tensor]] = {}

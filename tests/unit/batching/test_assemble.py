@@ -219,7 +219,7 @@ def test_without_routing_replay_no_routes_are_read(spool):
     options = replace(OPTIONS, routing_replay=False)
     for m in microbatches_for(plan_without_routes, spool, Layout(), Layout().coords_of(0), options):
         assert m.routed_experts is None and m.route_mask is None
-    dense = replace(OPTIONS, contract=replace(CONTRACT, num_moe_layers=0), moe_layers=())
+    dense = replace(OPTIONS, contract=replace(CONTRACT, moe_layers=()), moe_layers=())
     assert microbatches_for(plan, spool, Layout(), Layout().coords_of(0), dense)[0].routed_experts is None
 
 

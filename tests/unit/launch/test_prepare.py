@@ -11,6 +11,7 @@ from megatron_rl.conversion import QuantisedAs, hf_to_megatron, make_random_mode
 from megatron_rl.launch.prepare import prepare
 from megatron_rl.orchestrator.commands import server_process
 from megatron_rl.precision import FORMATS
+from megatron_rl.records import ModelContract, read_model_contract
 from megatron_rl.tasks import TaskError
 
 MODEL = {
@@ -93,3 +94,16 @@ def test_a_model_of_random_weights_has_no_chat_template() -> None:
 
 def with_chat_template(of: Config) -> Config:
     return of.model_copy(update={"task": of.task.model_copy(update={"chat_template": True})})
+
+
+def test_every_process_of_a_run_reads_the_models_contract_in_its_folder(tmp_path: Path) -> None:
+    """A run of an earlier version has the model but not this file: preparing it again, as a resume does, writes it."""
+    make_random_model(tmp_path / "hf", MODEL, seed=0)
+    run = RunFolder(tmp_path / "run")
+    run.make()
+    prepare(config(tmp_path / "hf"), run)
+    expected = ModelContract(vocab_size=128, moe_layers=(), num_experts=0, experts_per_token=0)
+    assert read_model_contract(run.model_contract) == expected
+    run.model_contract.unlink()
+    prepare(config(tmp_path / "hf"), run)
+    assert read_model_contract(run.model_contract) == expected

@@ -35,7 +35,7 @@ def sampled(oracle):
 
 
 def test_records_are_whole_and_of_every_kind(sampled) -> None:
-    contract = ModelContract(MODEL["vocab_size"], 4, 8, 3)
+    contract = ModelContract(MODEL["vocab_size"], (0, 1, 2, 3), 8, 3)
     for scored in sampled:
         check_rollout(scored.rollout, contract)
         assert np.allclose(scored.rollout.logprobs[scored.rollout.loss_mask], scored.log_probs)

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_rl.records import ModelContract, RaggedIds, Rollout, Sampling
 
-CONTRACT = ModelContract(vocab_size=50, num_moe_layers=3, num_experts=7, experts_per_token=2)
+CONTRACT = ModelContract(vocab_size=50, moe_layers=(0, 1, 2), num_experts=7, experts_per_token=2)
 TRUNCATED = Sampling(temperature=0.7, top_p=0.9, max_new_tokens=16)
 
 

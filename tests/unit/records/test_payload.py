@@ -63,7 +63,7 @@ def test_of_the_routes_only_the_wanted_layers_in_their_order(tmp_path, layers):
 
 
 def test_a_dense_models_rollouts_have_empty_routes(tmp_path):
-    contract = replace(CONTRACT, num_moe_layers=0)
+    contract = replace(CONTRACT, moe_layers=())
     rollouts = written(tmp_path / "g.safetensors", contract=contract)
     read = Payload(tmp_path / "g.safetensors").rollout(1)
     assert read.routed_experts.shape == rollouts[1].routed_experts.shape == (5, 0, 2)

@@ -164,7 +164,7 @@ def test_routes_of_a_wrong_dtype_range_or_with_a_repeated_expert_are_refused(rol
 
 
 def test_more_than_256_experts_need_uint16():
-    many = ModelContract(vocab_size=50, num_moe_layers=1, num_experts=300, experts_per_token=2)
+    many = ModelContract(vocab_size=50, moe_layers=(0,), num_experts=300, experts_per_token=2)
     rollout = make_rollout(np.random.default_rng(3), contract=many)
     check_rollout(rollout, many)
     narrow = replace(
@@ -174,7 +174,7 @@ def test_more_than_256_experts_need_uint16():
 
 
 def test_a_dense_model_has_no_routes_to_check(rollout):
-    check_rollout(rollout, replace(CONTRACT, num_moe_layers=0))
+    check_rollout(rollout, replace(CONTRACT, moe_layers=()))
 
 
 def test_the_kept_ids_carry_all_of_the_mass():

@@ -10,7 +10,7 @@ from megatron_rl.inference.errors import PromptError
 from megatron_rl.records import ModelContract, RaggedIds, Sampling, check_rollout
 from megatron_rl.rollouts.episode import EpisodeRules, run_episode
 
-CONTRACT = ModelContract(vocab_size=200, num_moe_layers=2, num_experts=16, experts_per_token=3)
+CONTRACT = ModelContract(vocab_size=200, moe_layers=(0, 1), num_experts=16, experts_per_token=3)
 RULES = EpisodeRules(Sampling(top_p=0.9, max_new_tokens=5), stop_token_ids=(9,), max_sequence_length=100, max_turns=3)
 
 

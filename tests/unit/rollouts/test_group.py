@@ -15,7 +15,7 @@ from megatron_rl.inference.registry import engine_of
 from megatron_rl.records import GroupTask, Payload, check_rollout
 from megatron_rl.rollouts.group import GroupSampler, all_or_first_error, in_daemon_thread
 from megatron_rl.tasks import RewardError, TextEncoder, load_task
-from tests.unit.inference.vllm.fake_vllm import MODEL, FakeVllm, running
+from tests.unit.inference.vllm.fake_vllm import CONTRACT, FakeVllm, running
 
 CHARACTERS = "0123456789+-=? abcdefghijklmnopqrstuvwxyz"
 
@@ -58,7 +58,7 @@ def make_sampler(tmp_path, model_folder, monkeypatch, *, rewards="", task=None, 
     )
     (tmp_path / "spool" / "rollouts").mkdir(parents=True)
     text = TextEncoder(model_folder, config.task)
-    return GroupSampler(config, engine_of(config), MODEL, load_task(config.task, 0), text, tmp_path / "spool", "k")
+    return GroupSampler(config, engine_of(config), CONTRACT, load_task(config.task, 0), text, tmp_path / "spool", "k")
 
 
 def sample(sampler: GroupSampler, server: FakeVllm, num_samples: int = 4, **changes):
@@ -85,7 +85,7 @@ def test_a_whole_group(tmp_path, model_folder, monkeypatch):
     assert len(payload) == 4
     for summary in result.rollouts:
         rollout = payload.rollout(summary.index)
-        check_rollout(rollout, MODEL.contract)
+        check_rollout(rollout, CONTRACT)
         truth = server.truth[f"{summary.uid}.0"]
         assert summary.file == "rollouts/g5a1.safetensors" and rollout.uid == summary.uid
         assert (

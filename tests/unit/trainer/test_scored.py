@@ -36,7 +36,7 @@ def test_best_and_worst_are_shown():
 
 def test_each_token_has_the_value_of_the_position_that_predicts_it():
     rollouts = [rollout("g.0", 3, [True, True]), rollout("g.1", 2, [True, False, True, False]), rollout("g.2", 4, [True])]
-    options = AssemblyOptions(ModelContract(50, 0, 0, 0), 64, moe_layers=())
+    options = AssemblyOptions(ModelContract(50, (), 0, 0), 64, moe_layers=())
     microbatches = [
         collate([Member(number, rollouts[number], 0.0) for number in numbers], 0, Alignment(1, 1), options)
         for numbers in ([2, 1], [0])

@@ -24,6 +24,12 @@ def read(name: str, **changes: Any) -> ModelArchitecture:
     return family_of(config).architecture(config)
 
 
+def read_any(name: str, **changes: Any) -> ModelArchitecture:
+    families = json.loads((Path(__file__).parents[2] / "data" / "small_families.json").read_text())
+    config = {**(MODELS | families)[name], **changes}
+    return family_of(config).architecture(config)
+
+
 def test_every_field_of_a_qwen3_moe() -> None:
     assert read("qwen3_moe") == ModelArchitecture(
         model_type="qwen3_moe",
@@ -46,6 +52,23 @@ def test_sparse_step_counts_from_one() -> None:
     assert read("qwen3_moe_tied").moe_layer_freq == [0, 1, 0, 1]
     assert read("qwen3_moe_tied").dense_layers == (0, 2)
     assert read("qwen3_moe", decoder_sparse_step=3, mlp_only_layers=[]).moe_layers == (2,)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "layers"),
+    [
+        ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 1, "mlp_only_layers": []}, (0, 1, 2, 3)),
+        ("qwen3_moe", {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1, 5)),
+        ("mixtral_moe", {"num_hidden_layers": 3}, (0, 1, 2)),
+        ("deepseek_v3_moe", {"num_hidden_layers": 5, "first_k_dense_replace": 2}, (2, 3, 4)),
+        ("llama", {"num_hidden_layers": 5}, ()),
+    ],
+)
+def test_which_layers_have_experts(name: str, changes: dict[str, Any], layers: tuple[int, ...]) -> None:
+    """As transformers builds them; records have routes for these layers."""
+    contract = read_any(name, **changes).contract
+    assert contract.moe_layers == layers
+    assert (contract.num_experts > 0, contract.experts_per_token > 0) == (bool(layers), bool(layers))
 
 
 def test_defaults_are_those_of_transformers() -> None:

@@ -16,11 +16,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route, Router
 
-from megatron_rl.inference.sampled_model import SampledModel
 from megatron_rl.records import ModelContract
 
 NUM_LAYERS = 4
-MODEL = SampledModel(ModelContract(vocab_size=50, num_moe_layers=2, num_experts=8, experts_per_token=3), moe_layers=(1, 3))
+CONTRACT = ModelContract(vocab_size=50, moe_layers=(1, 3), num_experts=8, experts_per_token=3)
 
 
 class FakeVllm:
@@ -39,13 +38,13 @@ class FakeVllm:
 
     def sample(self, request: dict) -> dict:
         """The true arrays of one completion."""
-        rng, count, vocab = self.rng, self.num_tokens, MODEL.contract.vocab_size
+        rng, count, vocab = self.rng, self.num_tokens, CONTRACT.vocab_size
         count = min(count, request["sampling_params"]["max_tokens"])
         sets = [rng.permutation(vocab)[: rng.integers(1, 5)] for _ in range(count)]
         probabilities = [rng.dirichlet(np.ones(len(s))) for s in sets]
         drawn = [int(rng.integers(len(s))) for s in sets]
         rows = len(request["token_ids"]) + count - 1
-        routes = np.argsort(rng.random((rows, NUM_LAYERS, MODEL.contract.num_experts)), axis=-1)[..., :3].astype(np.uint8)
+        routes = np.argsort(rng.random((rows, NUM_LAYERS, CONTRACT.num_experts)), axis=-1)[..., :3].astype(np.uint8)
         routes[:, [0, 2]] = 0  # dense layers
         return {
             "token_ids": [int(s[d]) for s, d in zip(sets, drawn)],
@@ -64,7 +63,7 @@ class FakeVllm:
         content = []
         for t, token in enumerate(truth["token_ids"]):
             top = sorted(zip(truth["set_logprobs"][t].tolist(), truth["sets"][t]), key=lambda e: (e[1] != token, -e[0]))
-            outside = [i for i in range(MODEL.contract.vocab_size) if i not in truth["sets"][t]]
+            outside = [i for i in range(CONTRACT.vocab_size) if i not in truth["sets"][t]]
             top += [(-9999.0, i) for i in outside]
             entries = [{"token": f"token_id:{i}", "logprob": p, "bytes": None} for p, i in top[: max(wanted, 1)]]
             content.append(

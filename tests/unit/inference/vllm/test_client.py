@@ -15,7 +15,7 @@ from megatron_rl.inference.completion import Completion
 from megatron_rl.inference.errors import ServerError
 from megatron_rl.inference.vllm.client import VllmClient
 from megatron_rl.records import ContractError, Rollout, Sampling, check_rollout
-from tests.unit.inference.vllm.fake_vllm import MODEL, FakeVllm, running
+from tests.unit.inference.vllm.fake_vllm import CONTRACT, FakeVllm, running
 
 TOP_P = Sampling(temperature=0.7, top_p=0.9, max_new_tokens=9)
 
@@ -25,7 +25,7 @@ def generate(server: FakeVllm, *, sampling=TOP_P, request_ids=("a",), timeout_s=
 
     async def body():
         client = VllmClient(
-            server.url, MODEL, key="k", keep_set_source=server.source, max_keep_set=max_keep_set, timeout_s=timeout_s
+            server.url, CONTRACT, key="k", keep_set_source=server.source, max_keep_set=max_keep_set, timeout_s=timeout_s
         )
         asked = [client.generate(np.array(prompt), sampling, request_id, stop_token_ids=(7, 8)) for request_id in request_ids]
         try:
@@ -57,7 +57,7 @@ def test_everything_arrives_as_it_was_sampled(source):
     assert (got.routed_experts == truth["routes"][:, [1, 3]]).all() and got.routed_experts.dtype == np.uint8
     assert got.policy_versions.tolist() == [0, 0, 0, 1, 1, 1]
     assert got.routed_experts.shape == (3 + 6 - 1, 2, 3)
-    check_rollout(as_rollout(got, TOP_P), MODEL.contract)
+    check_rollout(as_rollout(got, TOP_P), CONTRACT)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_untruncated_sampling_has_no_sets():
     with running(FakeVllm()) as server:
         (got,) = generate(server, sampling=sampling)
     assert len(got.keep_sets.ids) == 0 and got.keep_sets.offsets.tolist() == [0] * 7
-    check_rollout(as_rollout(got, sampling), MODEL.contract)
+    check_rollout(as_rollout(got, sampling), CONTRACT)
 
 
 def test_requests_that_end_together_ask_for_their_versions_together():
