@@ -272,7 +272,7 @@ def api_pages() -> dict[str, str]:
         body = [block for module in modules_of(unit) for block in module_blocks(module)]
         pages[f"api/{name}.md"] = page(unit.path, source_of(unit), docstring_text(unit), body)
         rows.append((f"[{name}]({name}.md)", summary_of(unit)))
-    pages["api/index.md"] = page("API", f"the docstrings of {PACKAGE}/", API_INTRO, [table(("unit", "what it is"), rows)])
+    pages["api/README.md"] = page("API", f"the docstrings of {PACKAGE}/", API_INTRO, [table(("unit", "what it is"), rows)])
     return pages
 
 
