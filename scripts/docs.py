@@ -258,6 +258,37 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
+# --- metrics
+
+
+def metrics() -> str:
+    """docs/metrics.md, from the catalogue."""
+    from megatron_rl.metrics import catalogue
+
+    body = []
+    for source, title in catalogue.SOURCES.items():
+        specs = [spec for spec in catalogue.CATALOGUE if spec.source == source]
+        rows = [
+            (f"`{spec.name}`", prose(spec.unit), prose(spec.meaning), spec.reduction, ", ".join(spec.shown_in)) for spec in specs
+        ]
+        body += [f"## {source}", prose(title) + ".", table(("name", "unit", "meaning", "reduction", "shown in"), rows)]
+    kept = [
+        (f"`{key}`", f"`{spec.name}`", prose(spec.summary.meaning))
+        for spec in catalogue.CATALOGUE
+        if spec.summary is not None
+        for key in [spec.summary.key]
+    ]
+    body += ["## summary.json", "A run in a few numbers.", table(("key", "from", "meaning"), kept)]
+    return page("Metrics", "megatron_rl/metrics/catalogue.py", METRICS_INTRO, body)
+
+
+METRICS_INTRO = """After this page you can say what each value of `metrics.jsonl`, TensorBoard, W&B, the console, `summary.json` and the report means.
+
+Every step writes one row with all of its values into `RUN/metrics.jsonl`, TensorBoard and, if asked for, W&B. The last column
+names the other places. The reduction says how values of tokens, rollouts and ranks become the one of the step. In names, `{...}`
+stands for a word or a number, and what is in brackets may be absent."""
+
+
 # --- API
 
 
@@ -423,7 +454,11 @@ def code_text(annotation: Any) -> str:
 
 def generated_pages() -> dict[str, str]:
     """Each generated page by its path below docs/."""
-    makers: dict[str, Callable[[], str]] = {"configuration.md": configuration, "command-line.md": command_line}
+    makers: dict[str, Callable[[], str]] = {
+        "configuration.md": configuration,
+        "command-line.md": command_line,
+        "metrics.md": metrics,
+    }
     return {name: make() for name, make in makers.items()} | api_pages()
 
 
