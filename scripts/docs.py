@@ -29,6 +29,7 @@ from pydantic_core import PydanticUndefined
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PACKAGE = "megatron_rl"
+sys.path.insert(0, str(ROOT))  # this checkout's package, wherever the environment has another one
 GENERATED = "<!-- Written by scripts/docs.py from {source}. Change that, then run the script again. -->"
 
 
@@ -263,26 +264,38 @@ def anchor(heading: str) -> str:
 
 def metrics() -> str:
     """docs/metrics.md, from the catalogue."""
-    from megatron_rl.metrics import catalogue
+    from megatron_rl.metrics.catalogue import CATALOGUE, SOURCES
 
     body = []
-    for source, title in catalogue.SOURCES.items():
-        specs = [spec for spec in catalogue.CATALOGUE if spec.source == source]
+    for source, title in SOURCES.items():
+        specs = [spec for spec in CATALOGUE if spec.source == source]
         rows = [
             (f"`{spec.name}`", prose(spec.unit), prose(spec.meaning), spec.reduction, ", ".join(spec.shown_in)) for spec in specs
         ]
         body += [f"## {source}", prose(title) + ".", table(("name", "unit", "meaning", "reduction", "shown in"), rows)]
-    kept = [
-        (f"`{key}`", f"`{spec.name}`", prose(spec.summary.meaning))
-        for spec in catalogue.CATALOGUE
-        if spec.summary is not None
-        for key in [spec.summary.key]
+    body += [
+        "## summary.json",
+        "A run in a few numbers; `steps` counts its steps.",
+        table(("key", "from", "meaning"), summary_rows()),
     ]
-    body += ["## summary.json", "A run in a few numbers.", table(("key", "from", "meaning"), kept)]
     return page("Metrics", "megatron_rl/metrics/catalogue.py", METRICS_INTRO, body)
 
 
-METRICS_INTRO = """After this page you can say what each value of `metrics.jsonl`, TensorBoard, W&B, the console, `summary.json` and the report means.
+def summary_rows() -> list[tuple[str, ...]]:
+    """Each key of summary.json, the metric that it is made from, and its meaning."""
+    from megatron_rl.metrics import summary
+    from megatron_rl.metrics.catalogue import CATALOGUE
+
+    rows: list[tuple[str, ...]] = []
+    for spec in CATALOGUE:
+        if shown := spec.summary:
+            ends = (f"{shown.key}_first{summary.EDGE}", f"{shown.key}_last{summary.EDGE}")
+            keys = ends if shown.statistic == "ends" else (shown.key,)
+            rows.append((", ".join(f"`{key}`" for key in keys), f"`{spec.name}`", prose(shown.meaning)))
+    return rows + [(f"`{key}`", "all rows", prose(meaning)) for key, meaning in summary._OF_ALL_ROWS.items()]
+
+
+METRICS_INTRO = """After this page you can say what each value that a run, its console, its summary and its report show means.
 
 Every step writes one row with all of its values into `RUN/metrics.jsonl`, TensorBoard and, if asked for, W&B. The last column
 names the other places. The reduction says how values of tokens, rollouts and ranks become the one of the step. In names, `{...}`

@@ -42,7 +42,7 @@ if [[ -f mkdocs.yml ]]; then
     site=$(mktemp -d)
     trap 'rm -rf "$site"' EXIT
     check "links of the documentation (mkdocs)" "Fix the links and anchors that are named above." \
-        "$python" -m mkdocs build --strict --quiet --site-dir "$site"
+        "$python" -m mkdocs build --strict --site-dir "$site"
 fi
 if [[ -f scripts/docs.py ]]; then
     check "generated pages (scripts/docs.py)" "\`$python scripts/docs.py\` writes them." "$python" scripts/docs.py --check

@@ -1,6 +1,6 @@
 """Byte for byte beside ModelOpt's and compressed-tensors' own quantisers: where they agree, and each cause of a difference by itself.
 
-The README's table of differences is this file in words.
+The table of differences in docs/nvfp4.md is this file in words.
 """
 
 from collections.abc import Iterator
