@@ -110,8 +110,8 @@ class RunFolder:
         return self.path / "job.json"
 
     @property
-    def lives_file(self) -> Path:
-        """How often the job has begun at the same step."""
+    def attempts_file(self) -> Path:
+        """How often in a row the job has begun at the same step."""
         return self.path / "lives.json"
 
     @property

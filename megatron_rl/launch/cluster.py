@@ -17,10 +17,14 @@ from megatron_rl.wire.nodes import OrchestratorPlace
 
 
 class ClusterMachines:
-    """The orchestrator is on the first trainer node. life: of the job, so that agents of an earlier one are not taken for this one's."""
+    """The orchestrator is on the first trainer node.
 
-    def __init__(self, config: Config, folder: RunFolder, life: str):
-        self._config, self._folder, self._life = config, folder, life
+    Args:
+        attempt: Of the job, so that agents of an earlier attempt are not taken for this one's.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder, attempt: str):
+        self._config, self._folder, self._attempt = config, folder, attempt
         slurm = config.slurm
         self.address = address_of_interface(slurm.interface) if slurm.interface else address_of_this_host()
         self.key = key_from_environment()
@@ -32,7 +36,7 @@ class ClusterMachines:
         return self._nodes.handlers
 
     async def gather(self, url: str) -> None:
-        write_atomically(self._folder.orchestrator_file, encode(OrchestratorPlace(self._life, socket.gethostname(), url)))
+        write_atomically(self._folder.orchestrator_file, encode(OrchestratorPlace(self._attempt, socket.gethostname(), url)))
         await self._nodes.wait_until_joined(self._config.slurm.join_timeout_s)
 
     def fleet(self) -> Fleet:
@@ -57,12 +61,12 @@ class ClusterMachines:
     async def stop(self) -> None:
         await self._nodes.end(GRACE_S)
 
-    async def _start_server(self, slot: int, life: int) -> ServerProcess:
+    async def _start_server(self, slot: int, restarts: int) -> ServerProcess:
         """On the node of its slot, with its share of the node's GPUs."""
         num_nodes, tensor = self._config.slurm.rollouts.nodes, self._config.servers.tensor
         node = self._nodes.node("rollouts", slot % num_nodes)
         port = node.take_port()
-        command = server_process(self._config, self._folder, slot, node.address, port, life, self.key)
+        command = server_process(self._config, self._folder, slot, node.address, port, restarts, self.key)
         first_device = slot // num_nodes * tensor
         own = node.devices[first_device : first_device + tensor]
         if node.devices and len(own) < tensor:

@@ -15,7 +15,7 @@ class Job:
     """RUN/job.json."""
 
     number: str
-    """Of the job; the same in all of its lives. Of a heterogeneous job that of its first component."""
+    """Of the job; the same in all of its attempts. Of a heterogeneous job that of its first component."""
 
 
 def call_slurm(*argv: str) -> str:

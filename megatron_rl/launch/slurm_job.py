@@ -1,11 +1,10 @@
-"""The orchestrator of a Slurm job: `python -m megatron_rl.launch.slurm_job RUN_DIR`, which the batch script starts beside the agents.
+"""The orchestrator of a Slurm job: `python -m megatron_rl.launch.slurm_job RUN_DIR`, which the batch script starts next to the agents.
 
-Every life of the job goes on from the latest checkpoint, the first one from none.
+Every attempt of the job (Slurm requeues it) continues from the latest checkpoint, the first one from the start.
 """
 
 import asyncio
 import json
-import os
 import signal
 import sys
 import traceback
@@ -18,50 +17,65 @@ from megatron_rl.launch.cluster import ClusterMachines
 from megatron_rl.launch.local import prepare_model
 from megatron_rl.launch.run import run
 from megatron_rl.records import write_atomically
+from megatron_rl.wire.nodes import job_attempt
 
-FINISHED, FINAL, GO_ON = 0, 2, 75
-"""Exit statuses. GO_ON (EX_TEMPFAIL of sysexits.h): the batch script requeues the job."""
+FINISHED, FINAL, REQUEUE = 0, 2, 75
+"""Exit statuses. REQUEUE (EX_TEMPFAIL of sysexits.h): the batch script requeues the job."""
 
 STOP = signal.SIGUSR2
-"""From `megatron-rl stop`: leave for good. By USR1 (time limit) and TERM (preemption) the run leaves to come back."""
+"""From `megatron-rl stop`: exit for good. USR1 (time limit) and TERM (preemption): exit, to be requeued."""
 
 
-def live(folder: RunFolder) -> int:
-    """One life of the job; returns its exit status. Raises RunError where the next attempt may succeed."""
+def run_attempt(folder: RunFolder) -> int:
+    """One attempt of the job; returns its exit status.
+
+    Raises:
+        RunError: The next attempt may succeed.
+    """
     config = folder.config()
     with folder.claimed():
-        count_life(folder, config.slurm.max_lives_without_checkpoint)
+        count_attempt(folder, config.slurm.max_lives_without_checkpoint)
         prepare_model(folder.config_file, folder)
         Spool(folder.path).create()
-        machines = ClusterMachines(config, folder, os.environ["MEGATRON_RL_LIFE"])
+        machines = ClusterMachines(config, folder, job_attempt())
         end = asyncio.run(run(config, folder, machines, resume=True, stop_signals=(signal.SIGUSR1, STOP, signal.SIGTERM)))
-    return FINISHED if end.finished or end.signal == STOP else GO_ON
+    return FINISHED if end.finished or end.signal == STOP else REQUEUE
 
 
-def count_life(folder: RunFolder, most: int) -> None:
-    """Remember that a life begins. Raises ConfigError when the last `most` of them have all begun where this one does."""
+def count_attempt(folder: RunFolder, most: int) -> None:
+    """Remember that an attempt begins.
+
+    Args:
+        folder: Of the run.
+        most: Attempts without a further checkpoint.
+
+    Raises:
+        ConfigError: The last `most` attempts have all begun at the step where this one does.
+    """
     latest = folder.latest_checkpoint()
     step = latest[0] if latest else 0
-    lives = json.loads(folder.lives_file.read_text()) if folder.lives_file.exists() else {"step": step, "lives": 0}
-    number = lives["lives"] + 1 if lives["step"] == step else 1
+    # The file's key "lives" is the number of attempts.
+    last = json.loads(folder.attempts_file.read_text()) if folder.attempts_file.exists() else {"step": step, "lives": 0}
+    number = last["lives"] + 1 if last["step"] == step else 1
     if number > most:
         raise ConfigError(
-            f"the last {most} lives of this job have all begun at step {step} and left no further checkpoint (slurm.max_lives_without_checkpoint): "
-            f"see {folder.logs}/events.log; `megatron-rl launch {folder.config_file} --resume` starts anew"
+            f"the last {most} attempts of this job have all begun at step {step} and ended without a further checkpoint "
+            f"(slurm.max_lives_without_checkpoint): see {folder.logs}/events.log; `megatron-rl launch {folder.config_file} --resume` "
+            "submits the run again"
         )
-    write_atomically(folder.lives_file, json.dumps({"step": step, "lives": number}).encode())
+    write_atomically(folder.attempts_file, json.dumps({"step": step, "lives": number}).encode())
 
 
 def main() -> int:
     folder = RunFolder(Path(sys.argv[1]))
     try:
-        return live(folder)
+        return run_attempt(folder)
     except UserError as error:
         print(f"megatron-rl: {error}", file=sys.stderr)
         return FINAL
     except RunError as error:
         print(f"megatron-rl: the run failed: {error}", file=sys.stderr)
-        return GO_ON
+        return REQUEUE
     except Exception:
         traceback.print_exc()  # into the job's log
         return FINAL

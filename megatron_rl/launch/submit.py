@@ -28,11 +28,11 @@ from megatron_rl.config import (
 from megatron_rl.launch.cluster import ranks_per_node
 from megatron_rl.launch.local import checked_model
 from megatron_rl.launch.slurm import Job, call_slurm, job_of, job_state
-from megatron_rl.launch.slurm_job import GO_ON
+from megatron_rl.launch.slurm_job import REQUEUE
 from megatron_rl.records import write_atomically
 from megatron_rl.wire.control import encode
 
-TEMPLATE = Path(__file__).parents[2] / "slurm" / "job.sbatch.jinja"
+TEMPLATE = Path(__file__).with_name("job.sbatch.jinja")
 
 LOCAL_FILESYSTEMS = {"btrfs", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
@@ -83,7 +83,7 @@ def submit(job: Submission) -> str:
         raise ConfigError(f"{job.folder.path}: its job {earlier.number} is {state}; `megatron-rl stop {job.folder.path}` ends it")
     checked_model(job.config)
     job.folder.create(job.config)
-    job.folder.lives_file.unlink(missing_ok=True)
+    job.folder.attempts_file.unlink(missing_ok=True)
     job.folder.job_script.write_text(job.script)
     number = call_slurm("sbatch", "--parsable", str(job.folder.job_script)).split(";")[0]
     write_atomically(job.folder.job_file, encode(Job(number)))
@@ -118,15 +118,12 @@ def batch_script(config: Config, folder: RunFolder) -> str:
     """The text that sbatch gets."""
     slurm = config.slurm
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False, keep_trailing_newline=True)
-    try:
-        template = environment.from_string(TEMPLATE.read_text())
-    except OSError as error:
-        raise ConfigError(f"{TEMPLATE}: {error.strerror}; launch from a checkout of the project (pip install -e)") from error
+    template = environment.from_string(TEMPLATE.read_text())
     return template.render(
         shared=_shared_options(config, folder), trainer=_component(config, slurm.trainer), rollouts=_component(config, slurm.rollouts),
         run=shlex.quote(str(folder.path)), prologue=slurm.prologue.strip(), container=_container_options(config, folder),
         trainer_nodes=slurm.trainer.nodes, rollouts_nodes=slurm.rollouts.nodes, python=shlex.quote(slurm.python or sys.executable),
-        go_on=GO_ON, requeue=slurm.requeue,
+        requeue_status=REQUEUE, requeue=slurm.requeue,
     )  # fmt: skip
 
 

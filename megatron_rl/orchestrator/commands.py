@@ -15,8 +15,8 @@ OWN_STOP_SIGNAL = signal.SIGHUP
 it does not need for that, answer it themselves. SIGHUP ends a program that has no handler, and is none of those that scancel sends."""
 
 
-def server_process(config: Config, folder: RunFolder, slot: int, host: str, port: int, life: int, key: str) -> Command:
-    """One inference server, which listens on host:port. `life` counts its starts, so that a restarted server does not sample the same tokens again."""
+def server_process(config: Config, folder: RunFolder, slot: int, host: str, port: int, restarts: int, key: str) -> Command:
+    """One inference server, which listens on host:port. `restarts` enters the seed: a restarted server does not sample the same tokens again."""
     s, on_cpu = config.servers, config.device == "cpu"
     settings = ServerSettings(
         model_folder=str(folder.nvfp4_model if config.servers_have_nvfp4_layers else folder.model),
@@ -30,7 +30,7 @@ def server_process(config: Config, folder: RunFolder, slot: int, host: str, port
         max_keep_set=config.rollouts.max_keep_set,
         weight_transport=config.transport,
         key=key,
-        seed=config.run.seed + 1000 * slot + life,
+        seed=config.run.seed + 1000 * slot + restarts,
         tensor_parallel_size=s.tensor,
         kv_cache_gib=s.kv_cache_gib if on_cpu else None,
         gpu_memory_utilization=0.1 if on_cpu else s.gpu_memory_utilization,

@@ -39,12 +39,13 @@ class ServerProcess:
 def fleet_of(config: Config, start: Callable[[int, int], Awaitable[ServerProcess]]) -> Fleet:
     """A fleet of config.servers.count servers. start: takes the slot and how often it was started before."""
     engine = engine_of(config)
-    lives: Counter[int] = Counter()
+    num_starts: Counter[int] = Counter()
     http = httpx.AsyncClient(timeout=None, trust_env=False)  # the fleet cuts a check off by itself
 
     async def start_next(slot: int) -> ServerProcess:
-        life, lives[slot] = lives[slot], lives[slot] + 1
-        return await start(slot, life)
+        restarts = num_starts[slot]
+        num_starts[slot] += 1
+        return await start(slot, restarts)
 
     async def check(url: str) -> None:
         await engine.check_health(http, url)
@@ -57,10 +58,10 @@ def local_fleet(config: Config, folder: RunFolder, key: str) -> Fleet:
     """Servers on this machine, each again on the same port when one was asked for."""
     host, first = config.servers.host, config.servers.first_port
 
-    async def start(slot: int, life: int) -> ServerProcess:
+    async def start(slot: int, restarts: int) -> ServerProcess:
         if first:
             check_port(host, first + slot, f"servers.first_port, server {slot}")
         port = first + slot if first else free_ports(1, host)[0]
-        return ServerProcess(Child(server_process(config, folder, slot, host, port, life, key)), f"http://{host}:{port}")
+        return ServerProcess(Child(server_process(config, folder, slot, host, port, restarts, key)), f"http://{host}:{port}")
 
     return fleet_of(config, start)

@@ -1,12 +1,13 @@
 """The agent of one node of a cluster's run: `python -m megatron_rl.processes.agent RUN_DIR --role trainer|rollouts`, one task a node.
 
-It finds the orchestrator by RUN/orchestrator.json (written anew in each life of the job), joins it, and starts and ends processes as
+It finds the orchestrator by RUN/orchestrator.json (which each attempt of the job writes anew), joins it, and starts and ends processes as
 ordered. All of them end with it: when Slurm ends its step, and when the orchestrator has not answered for PATIENCE_S. The run's key comes
-in MEGATRON_RL_KEY, the life in MEGATRON_RL_LIFE, the number of the node in SLURM_PROCID.
+in MEGATRON_RL_KEY, the job's attempt in MEGATRON_RL_ATTEMPT, the number of the node in SLURM_PROCID.
 """
 
 import argparse
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import os
@@ -31,6 +32,7 @@ from megatron_rl.wire.nodes import (
     ProcessEnded,
     StartOrder,
     StopOrder,
+    job_attempt,
 )
 from megatron_rl.wire.stores import address_towards
 
@@ -106,12 +108,12 @@ class Agent:
             await asyncio.sleep(WATCH_EVERY_S)
 
 
-async def place_of(folder: RunFolder, life: str) -> OrchestratorPlace:
-    """Where this life's orchestrator is, once it has written it; the job ends when it never does."""
+async def place_of(folder: RunFolder, attempt: str) -> OrchestratorPlace:
+    """Where this attempt's orchestrator is, once it has written it; the job ends when it never does."""
     while True:
-        if folder.orchestrator_file.exists():
+        with contextlib.suppress(FileNotFoundError, ValueError):  # of an earlier attempt, maybe by another version of the program
             place = decode(folder.orchestrator_file.read_bytes(), OrchestratorPlace)
-            if place.life == life:
+            if place.attempt == attempt:
                 return place
         await asyncio.sleep(0.5)
 
@@ -133,7 +135,7 @@ def devices_here(gpus: int) -> tuple[str, ...]:
 
 
 async def serve(folder: RunFolder, role: str) -> None:
-    place = await place_of(folder, os.environ["MEGATRON_RL_LIFE"])
+    place = await place_of(folder, job_attempt())
     slurm = folder.config().slurm
     address = own_address(place, slurm.interface)
     devices = devices_here((slurm.trainer if role == "trainer" else slurm.rollouts).gpus_per_node)

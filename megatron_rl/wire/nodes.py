@@ -7,6 +7,7 @@ Orders of a node are numbered by their place in its list. An agent says how many
 answer that is lost on its way is given again, and no order is carried out twice.
 """
 
+import os
 from dataclasses import dataclass, field
 
 ROLES = ("trainer", "rollouts")
@@ -15,12 +16,18 @@ ADDRESS_VARIABLE = "MEGATRON_RL_ADDRESS"
 """In the environment of every process that an agent starts: the address of its node, under which the run's other nodes reach it."""
 
 
+def job_attempt() -> str:
+    """Which attempt of which job this process belongs to, such as '4711.0': the batch script exports it, a requeue counts it up."""
+    # A job that was submitted by version 0.1 and is requeued has the second name in its script.
+    return os.environ.get("MEGATRON_RL_ATTEMPT") or os.environ["MEGATRON_RL_LIFE"]
+
+
 @dataclass(frozen=True)
 class OrchestratorPlace:
     """RUN/orchestrator.json: where the agents find the orchestrator."""
 
-    life: str
-    """Of the job; the file of an earlier life is no longer true."""
+    attempt: str
+    """Of the job, see job_attempt(); the file of an earlier attempt no longer holds."""
     host: str
     url: str
 

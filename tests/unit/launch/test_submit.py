@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from megatron_rl.config import RunFolder
 from megatron_rl.launch.cli import app
 from megatron_rl.launch.slurm import job_of
-from megatron_rl.launch.slurm_job import count_life
+from megatron_rl.launch.slurm_job import count_attempt
 from megatron_rl.launch.submit import points, warning_about
 
 CONFIG = str(Path(__file__).parents[3] / "model_configs" / "tiny-moe-cpu.toml")
@@ -234,9 +234,9 @@ def test_points_without_a_sweep_are_one():
 def test_a_job_that_gets_nowhere_stops_requeueing_itself(tmp_path):
     folder = RunFolder(tmp_path)
     for _ in range(2):
-        count_life(folder, most=2)
+        count_attempt(folder, most=2)
     with pytest.raises(ValueError, match="have all begun at step 0"):
-        count_life(folder, most=2)
+        count_attempt(folder, most=2)
     folder.checkpoint(7).mkdir(parents=True)
-    count_life(folder, most=2)
-    assert json.loads(folder.lives_file.read_text()) == {"step": 7, "lives": 1}
+    count_attempt(folder, most=2)
+    assert json.loads(folder.attempts_file.read_text()) == {"step": 7, "lives": 1}
