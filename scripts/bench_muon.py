@@ -30,8 +30,8 @@ from megatron_rl.engine import build_engine
 from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.objective import Denominators, SupervisedLoss
 from megatron_rl.optim import DistributedMuon, HeldPiece, MuonRates, Piece, assign_rounds, bytes_sent, loads_of, stage_tasks
-from megatron_rl.optim.exchange import Routing, bring_together, cut_up
-from megatron_rl.optim.muon import update_of
+from megatron_rl.optim.exchange import Routing, assemble, split_updates
+from megatron_rl.optim.muon import updates_of
 from megatron_rl.topology import Layout
 from megatron_rl.weight_mapping import ParameterTable, Placement
 
@@ -66,8 +66,8 @@ class NaiveMuon(DistributedMuon):
         torch.cat([each.gradient for each in held], out=own[: lengths[self._group.rank()]])
         received = [torch.empty_like(own) for _ in lengths]
         dist.all_gather(received, own, group=self._group)
-        directions = bring_together(self._all, [flat[:length] for flat, length in zip(received, lengths, strict=True)])
-        update = cut_up(self._all, update_of(self._all.owned, directions, self._settings), own)[self._group.rank()]
+        directions = assemble(self._all, [flat[:length] for flat, length in zip(received, lengths, strict=True)])
+        update = split_updates(self._all, updates_of(self._all.owned, directions, self._settings), own)[self._group.rank()]
         for each, part in zip(held, update.split([h.weight.numel() for h in held]), strict=True):
             each.weight.mul_(1 - rates.learning_rate * rates.weight_decay).add_(part, alpha=-rates.learning_rate)
 

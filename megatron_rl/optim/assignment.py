@@ -1,9 +1,9 @@
-"""Who orthogonalises what, and in which order: a pure function of sizes, the same on every rank.
+"""The Muon assignment: which rank orthogonalises what, and in which order. A pure function of sizes, the same on every rank.
 
-The ranks of a pipeline stage hold the stage's matrices in pieces (tensor parallelism cuts matrices, the distributed optimizer cuts
-what is left over the data-parallel ranks). For each parameter one rank, its owner, brings the pieces together, orthogonalises its
-logical matrices and sends the pieces of the update back. This goes in rounds of whole layers, so that the exchange of one round runs
-beside the work of another.
+The ranks of a pipeline stage hold the stage's matrices in pieces (tensor parallelism cuts matrices, the distributed optimizer
+cuts what is left over the data-parallel ranks). For each parameter one rank, its owner, collects the pieces, orthogonalises its
+logical matrices and sends the pieces of the update back. This is done in rounds of whole layers, so that the exchange of one
+round overlaps with the work of another.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,30 +14,37 @@ from megatron_rl.weight_mapping import Parameter, Placement
 
 
 @dataclass(frozen=True)
-class Task:
+class MuonTask:
     """One parameter of the stage: all logical matrices in it have the same owner."""
 
     parameter: Parameter
-    sharers: tuple[int, ...]
+    candidates: tuple[int, ...]
     """Ranks within the stage that hold a piece of it: one of them becomes its owner."""
     flops: int
 
     @property
     def elements(self) -> int:
+        """Of the parameter's logical matrices."""
         return sum(rows * columns for rows, columns in self.parameter.mapping.part_shapes)
 
 
 @dataclass(frozen=True)
-class Round:
+class AssignedRound:
     """Whole layers, exchanged and orthogonalised together."""
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[MuonTask, ...]
     owners: tuple[int, ...]
     """Of each task, a rank within the stage."""
 
 
-def stage_tasks(placement: Placement, stage: int, steps: int) -> list[Task]:
-    """Muon's share of the parameters of a stage, layer after layer. steps: of Newton-Schulz."""
+def stage_tasks(placement: Placement, stage: int, steps: int) -> list[MuonTask]:
+    """The parameters of a stage that Muon updates, layer after layer.
+
+    Args:
+        placement: Of the model, at the run's layout.
+        stage: Pipeline stage, from 0.
+        steps: Of the Newton-Schulz iteration.
+    """
     layout = placement.layout
     first = stage * layout.ranks_per_stage
     coords = [layout.coords_of(first + number) for number in range(layout.ranks_per_stage)]
@@ -48,24 +55,29 @@ def stage_tasks(placement: Placement, stage: int, steps: int) -> list[Task]:
         if not parameter.role.has_matrices or placement.stage_of(parameter) != stage:
             continue
         owner = coords[placement.owners(parameter)[0] - first]
-        sharers = by_ep[owner.ep] if parameter.is_expert else everyone
-        work = sum(flops(*shape, steps) for shape in parameter.mapping.part_shapes)
-        tasks.append(Task(parameter, sharers, work))
+        candidates = by_ep[owner.ep] if parameter.is_expert else everyone
+        work = sum(flops(rows, columns, steps) for rows, columns in parameter.mapping.part_shapes)
+        tasks.append(MuonTask(parameter, candidates, work))
     return tasks
 
 
-def assign_rounds(tasks: Sequence[Task], num_ranks: int, elements_per_rank: int) -> list[Round]:
-    """Rounds of neighbouring layers that reach `elements_per_rank` on the average rank, each shared out by cost: the most expensive task
-    first, to the rank with the least work so far, this and the earlier rounds together. So the few large matrices of attention are spread
-    first, and the experts fill what is left.
+def assign_rounds(tasks: Sequence[MuonTask], num_ranks: int, elements_per_rank: int) -> list[AssignedRound]:
+    """Group neighbouring layers into rounds, and give each task of a round an owner.
 
-    The more ranks, the more layers a round has: in a round of one layer, most of many ranks would wait for the few that have attention's.
+    Within a round the most expensive task goes first, to the rank with the least work so far, this and the earlier rounds
+    together. So the few large matrices of attention are spread first, and the experts fill what is left. The more ranks, the
+    more layers a round has: in a round of one layer, most of many ranks would wait for the few that have attention's.
+
+    Args:
+        tasks: From `stage_tasks`.
+        num_ranks: Ranks of the stage.
+        elements_per_rank: A round ends at the end of a layer, once it has so many elements for the average rank.
     """
     loads = [0] * num_ranks
-    return [_share_out(tuple(group), loads) for group in _whole_layers(tasks, elements_per_rank * num_ranks)]
+    return [_assign_owners(tuple(group), loads) for group in _whole_layers(tasks, elements_per_rank * num_ranks)]
 
 
-def loads_of(rounds: Iterable[Round], num_ranks: int) -> list[int]:
+def loads_of(rounds: Iterable[AssignedRound], num_ranks: int) -> list[int]:
     """FLOPs of each rank of the stage."""
     loads = [0] * num_ranks
     for each in rounds:
@@ -74,8 +86,8 @@ def loads_of(rounds: Iterable[Round], num_ranks: int) -> list[int]:
     return loads
 
 
-def _whole_layers(tasks: Sequence[Task], elements: int) -> Iterable[list[Task]]:
-    group: list[Task] = []
+def _whole_layers(tasks: Sequence[MuonTask], elements: int) -> Iterable[list[MuonTask]]:
+    group: list[MuonTask] = []
     size = 0
     for task in tasks:
         if group and group[-1].parameter.layer != task.parameter.layer and size >= elements:
@@ -87,10 +99,10 @@ def _whole_layers(tasks: Sequence[Task], elements: int) -> Iterable[list[Task]]:
         yield group
 
 
-def _share_out(tasks: tuple[Task, ...], loads: list[int]) -> Round:
-    """Raises `loads` by what it gives out."""
+def _assign_owners(tasks: tuple[MuonTask, ...], loads: list[int]) -> AssignedRound:
+    """Adds to `loads` what each owner gets."""
     owners = [0] * len(tasks)
     for number in sorted(range(len(tasks)), key=lambda number: -tasks[number].flops):
-        owners[number] = min(tasks[number].sharers, key=lambda rank: loads[rank])
+        owners[number] = min(tasks[number].candidates, key=lambda rank: loads[rank])
         loads[owners[number]] += tasks[number].flops
-    return Round(tasks, tuple(owners))
+    return AssignedRound(tasks, tuple(owners))

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.optim.assignment import Round
+from megatron_rl.optim.assignment import AssignedRound
 from megatron_rl.weight_mapping import Parameter
 from megatron_rl.weight_mapping.sharding import Replicated
+
+_FP32_BYTES = 4
 
 
 class Piece(NamedTuple):
@@ -24,14 +26,20 @@ class Piece(NamedTuple):
 
     @property
     def length(self) -> int:
+        """Elements."""
         return self.stop - self.start
 
 
 class Transfer:
-    """An exchange under way; `wait` gives what has come, one flat tensor from each rank."""
+    """An all-to-all exchange that has been started.
+
+    Args:
+        parts: One flat tensor for each rank.
+        lengths: Elements that come from each rank.
+        group: The ranks of the pipeline stage.
+    """
 
     def __init__(self, parts: Sequence[Tensor], lengths: Sequence[int], group: dist.ProcessGroup) -> None:
-        """parts: one flat tensor for each rank. lengths: elements that come from each rank."""
         self._lengths, self._work = list(lengths), None
         self._sent = torch.cat(list(parts))
         if group.size() == 1:
@@ -42,6 +50,7 @@ class Transfer:
         self._work = dist.all_to_all_single(self._received, self._sent, self._lengths, sizes, group=group, async_op=True)
 
     def wait(self) -> tuple[Tensor, ...]:
+        """What was received, one flat tensor from each rank."""
         if self._work is not None:
             self._work.wait()
         return self._received.split(self._lengths)
@@ -49,66 +58,86 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Routing:
-    """Of one round: which pieces this rank sends to and gets back from each owner, and which it brings together itself."""
+    """One round on one rank: which pieces it sends to and receives back from each owner, and which parameters it owns itself."""
 
     outgoing: tuple[tuple[int, ...], ...]
     """By owner: numbers of this rank's pieces whose values the owner needs."""
     incoming: tuple[tuple[Piece, ...], ...]
-    """By rank: pieces whose values come to this rank as their owner."""
+    """By rank: pieces whose values this rank receives as their owner."""
     updated: tuple[tuple[int, ...], ...]
-    """By owner: numbers of this rank's pieces whose updates come back."""
-    owed: tuple[tuple[Piece, ...], ...]
-    """By rank: pieces whose updates this rank sends."""
+    """By owner: numbers of this rank's pieces whose updates it receives."""
+    returned: tuple[tuple[Piece, ...], ...]
+    """By rank: pieces whose updates this rank sends as their owner."""
     owned: tuple[Parameter, ...]
 
 
-def routing_of(one: Round, pieces: Sequence[Sequence[Piece]], rank: int) -> Routing:
-    """pieces: of every rank of the group, in the order in which each sends them."""
-    owner_of = {task.parameter.name: owner for task, owner in zip(one.tasks, one.owners, strict=True)}
-    whole = {task.parameter.name for task in one.tasks if isinstance(task.parameter.mapping.sharding, Replicated)}
+def routing_of(assigned: AssignedRound, pieces: Sequence[Sequence[Piece]], rank: int) -> Routing:
+    """The exchanges of one round as one rank sees them.
+
+    Args:
+        assigned: The round.
+        pieces: Of every rank of the stage, in the order in which each sends them.
+        rank: Within the stage.
+    """
+    owner_of = {task.parameter.name: owner for task, owner in zip(assigned.tasks, assigned.owners, strict=True)}
+    replicated = _replicated([assigned])
 
     def is_needed(piece: Piece) -> bool:
         # Every tensor-parallel rank holds all of it; one of the copies is enough, and all of them get the same update.
-        return piece.name not in whole or piece.shard_rank == 0
+        return piece.name not in replicated or piece.shard_rank == 0
 
-    def mine(owner: int, *, values: bool) -> tuple[int, ...]:
+    def own_pieces(owner: int, *, values: bool) -> tuple[int, ...]:
         return tuple(
             number
             for number, piece in enumerate(pieces[rank])
             if owner_of.get(piece.name) == owner and (not values or is_needed(piece))
         )
 
-    def theirs(sender: int, *, values: bool) -> tuple[Piece, ...]:
+    def owned_pieces(sender: int, *, values: bool) -> tuple[Piece, ...]:
         return tuple(piece for piece in pieces[sender] if owner_of.get(piece.name) == rank and (not values or is_needed(piece)))
 
     everyone = range(len(pieces))
     return Routing(
-        outgoing=tuple(mine(owner, values=True) for owner in everyone),
-        incoming=tuple(theirs(sender, values=True) for sender in everyone),
-        updated=tuple(mine(owner, values=False) for owner in everyone),
-        owed=tuple(theirs(sender, values=False) for sender in everyone),
-        owned=tuple(task.parameter for task, owner in zip(one.tasks, one.owners, strict=True) if owner == rank),
+        outgoing=tuple(own_pieces(owner, values=True) for owner in everyone),
+        incoming=tuple(owned_pieces(sender, values=True) for sender in everyone),
+        updated=tuple(own_pieces(owner, values=False) for owner in everyone),
+        returned=tuple(owned_pieces(sender, values=False) for sender in everyone),
+        owned=tuple(task.parameter for task, owner in zip(assigned.tasks, assigned.owners, strict=True) if owner == rank),
     )
 
 
-def bytes_sent(rounds: Sequence[Round], pieces: Sequence[Sequence[Piece]]) -> list[int]:
-    """By rank, in one step: directions to their owners and updates back, fp32; what a rank owes itself stays where it is."""
-    owner_of = {task.parameter.name: owner for one in rounds for task, owner in zip(one.tasks, one.owners, strict=True)}
-    whole = {
-        task.parameter.name for one in rounds for task in one.tasks if isinstance(task.parameter.mapping.sharding, Replicated)
-    }
+def bytes_sent(rounds: Sequence[AssignedRound], pieces: Sequence[Sequence[Piece]]) -> list[int]:
+    """Bytes that each rank of the stage sends to others in one step: directions to their owners and updates back, fp32.
+
+    Args:
+        rounds: The Muon assignment.
+        pieces: Of every rank of the stage.
+    """
+    owner_of = {task.parameter.name: owner for each in rounds for task, owner in zip(each.tasks, each.owners, strict=True)}
+    replicated = _replicated(rounds)
     sent = [0] * len(pieces)
     for rank, held in enumerate(pieces):
         for piece in held:
             owner = owner_of[piece.name]
             if owner != rank:
-                sent[owner] += 4 * piece.length
-                sent[rank] += 4 * piece.length if piece.name not in whole or piece.shard_rank == 0 else 0
+                sent[owner] += _FP32_BYTES * piece.length
+                sent[rank] += _FP32_BYTES * piece.length if piece.name not in replicated or piece.shard_rank == 0 else 0
     return sent
 
 
-def bring_together(routing: Routing, received: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Megatron's full tensor of each owned parameter, by name, from its pieces."""
+def _replicated(rounds: Sequence[AssignedRound]) -> set[str]:
+    """Names of parameters of which every tensor-parallel rank holds all."""
+    tasks = (task for each in rounds for task in each.tasks)
+    return {task.parameter.name for task in tasks if isinstance(task.parameter.mapping.sharding, Replicated)}
+
+
+def assemble(routing: Routing, received: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Megatron's full tensor of each owned parameter, by name, from its pieces.
+
+    Args:
+        routing: Of the round.
+        received: From each rank, the incoming pieces as one flat tensor.
+    """
     shards: dict[str, dict[int, Tensor]] = {parameter.name: {} for parameter in routing.owned}
     by_name = {parameter.name: parameter for parameter in routing.owned}
     for pieces, flat in zip(routing.incoming, received, strict=True):
@@ -121,12 +150,18 @@ def bring_together(routing: Routing, received: Sequence[Tensor]) -> dict[str, Te
     return {name: by_name[name].unshard([found[number] for number in sorted(found)]) for name, found in shards.items()}
 
 
-def cut_up(routing: Routing, full: dict[str, Tensor], like: Tensor) -> list[Tensor]:
-    """For each rank the owed pieces of full tensors, one flat tensor; of the dtype and device of `like`."""
+def split_updates(routing: Routing, full: dict[str, Tensor], like: Tensor) -> list[Tensor]:
+    """For each rank the pieces of full tensors that it gets back, as one flat tensor.
+
+    Args:
+        routing: Of the round.
+        full: Megatron's full tensor of each owned parameter, by name.
+        like: A rank without pieces gets an empty tensor of its dtype and device.
+    """
     by_name = {parameter.name: parameter for parameter in routing.owned}
     shards: dict[tuple[str, int], Tensor] = {}
     parts = []
-    for pieces in routing.owed:
+    for pieces in routing.returned:
         values = []
         for piece in pieces:
             key = (piece.name, piece.shard_rank)

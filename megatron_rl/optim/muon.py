@@ -2,7 +2,7 @@
 
 round 0  gather ─▶ orthogonalise ─▶ send back ─▶ apply
 round 1     gather ──────────────▶ orthogonalise ─▶ send back ─▶ apply
-             beside the work of round 0              beside the work of round 1
+             overlaps with round 0                   overlaps with round 1
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.optim.assignment import Round
-from megatron_rl.optim.exchange import Piece, Routing, Transfer, bring_together, cut_up, routing_of
+from megatron_rl.optim.assignment import AssignedRound
+from megatron_rl.optim.exchange import Piece, Routing, Transfer, assemble, routing_of, split_updates
 from megatron_rl.optim.newton_schulz import orthogonalise, update_scale
 from megatron_rl.optim.reference import MuonRates, MuonSettings
 from megatron_rl.weight_mapping import Parameter
@@ -24,7 +24,7 @@ _BATCH_ELEMENTS = 16 * 2**20
 
 @dataclass(frozen=True)
 class HeldPiece:
-    """This rank's state of a piece: flat fp32 tensors of piece.length elements, all of them changed in place by a step."""
+    """This rank's state of a piece: flat fp32 tensors of piece.length elements. A step changes all three in place."""
 
     weight: Tensor
     momentum: Tensor
@@ -32,15 +32,20 @@ class HeldPiece:
 
 
 class DistributedMuon:
-    """The part of Muon that one rank carries. A step is a collective of the stage.
+    """The part of Muon that one rank runs. Construction and `step` are collectives of the stage.
 
-    group: the ranks of the pipeline stage. pieces: this rank's; together the ranks hold every element of each shard once.
+    Args:
+        settings: Of the run.
+        rounds: The Muon assignment of the stage, the same on all its ranks.
+        pieces: This rank's. Together the ranks hold every element of each shard once.
+        group: The ranks of the pipeline stage.
+        device: Of the pieces.
     """
 
     def __init__(
         self,
         settings: MuonSettings,
-        rounds: Sequence[Round],
+        rounds: Sequence[AssignedRound],
         pieces: Sequence[Piece],
         group: dist.ProcessGroup,
         device: torch.device,
@@ -53,23 +58,30 @@ class DistributedMuon:
 
     @torch.no_grad()
     def step(self, held: Sequence[HeldPiece], rates: MuonRates) -> None:
-        """held: as the pieces that were given; gradients are overwritten."""
-        coming = self._gather(self._routings[0], held) if self._routings else None
-        going_back: tuple[Routing, Transfer] | None = None
+        """Update weights and momenta in place.
+
+        Args:
+            held: The state of each of this rank's pieces, in their order. The gradients are overwritten.
+            rates: Of this step.
+        """
+        if not self._routings:
+            return
+        gathering = self._gather(self._routings[0], held)
+        returning: tuple[Routing, Transfer] | None = None
         for number, routing in enumerate(self._routings):
-            received = coming.wait()
+            received = gathering.wait()
             if number + 1 < len(self._routings):
-                coming = self._gather(self._routings[number + 1], held)
-            updates = update_of(routing.owned, bring_together(routing, received), self._settings)
-            if going_back:
-                self._apply(*going_back, held, rates)
-            parts = cut_up(routing, updates, received[0])
-            going_back = routing, Transfer(parts, [self._length(numbers) for numbers in routing.updated], self._group)
-        if going_back:
-            self._apply(*going_back, held, rates)
+                gathering = self._gather(self._routings[number + 1], held)
+            updates = updates_of(routing.owned, assemble(routing, received), self._settings)
+            if returning:
+                self._apply(*returning, held, rates)
+            parts = split_updates(routing, updates, received[0])
+            returning = routing, Transfer(parts, [self._length(numbers) for numbers in routing.updated], self._group)
+        if returning:
+            self._apply(*returning, held, rates)
 
     def _gather(self, routing: Routing, held: Sequence[HeldPiece]) -> Transfer:
-        """Raise the momentum of the round's pieces, and send Nesterov's direction to the owners."""
+        """Update the momentum of the round's pieces, and send Nesterov's direction to the owners."""
         beta = self._settings.momentum
         for each in (held[number] for numbers in routing.updated for number in numbers):
             each.momentum.mul_(beta).add_(each.gradient)
@@ -87,19 +99,29 @@ class DistributedMuon:
         return sum(self._lengths[number] for number in numbers)
 
 
-def update_of(parameters: Sequence[Parameter], directions: dict[str, Tensor], settings: MuonSettings) -> dict[str, Tensor]:
-    """Full tensors of the update by name, from those of the direction: each logical matrix by itself, those of one shape together."""
+def updates_of(parameters: Sequence[Parameter], directions: dict[str, Tensor], settings: MuonSettings) -> dict[str, Tensor]:
+    """Orthogonalise each logical matrix by itself, those of one shape in one batch.
+
+    Args:
+        parameters: What is updated.
+        directions: Nesterov's direction of each, Megatron's full fp32 tensor, by name.
+        settings: Of the run.
+
+    Returns:
+        Megatron's full tensor of each update, fp32, by name.
+    """
     parts = {p.name: list(p.mapping.split(directions[p.name])) for p in parameters}
     by_shape: dict[tuple[int, ...], list[tuple[str, int]]] = {}
     for name, matrices in parts.items():
         for place, matrix in enumerate(matrices):
             by_shape.setdefault(tuple(matrix.shape), []).append((name, place))
     for shape, places in by_shape.items():
-        at_once = max(1, _BATCH_ELEMENTS // (shape[0] * shape[1]))
-        for first in range(0, len(places), at_once):
-            some = places[first : first + at_once]
-            stacked = torch.stack([parts[name][place] for name, place in some]).to(settings.newton_schulz_dtype)
-            found = orthogonalise(stacked, settings.newton_schulz_steps).float().mul_(update_scale(*shape))
-            for (name, place), matrix in zip(some, found, strict=True):
+        rows, columns = shape
+        batch_size = max(1, _BATCH_ELEMENTS // (rows * columns))
+        for first in range(0, len(places), batch_size):
+            batch = places[first : first + batch_size]
+            stacked = torch.stack([parts[name][place] for name, place in batch]).to(settings.newton_schulz_dtype)
+            found = orthogonalise(stacked, settings.newton_schulz_steps).float().mul_(update_scale(rows, columns))
+            for (name, place), matrix in zip(batch, found, strict=True):
                 parts[name][place] = matrix
     return {p.name: p.mapping.fuse(parts[p.name]) for p in parameters}

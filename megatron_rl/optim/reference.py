@@ -1,4 +1,4 @@
-"""What one step of Muon is, for one logical matrix in float64: what every layout is measured by."""
+"""The definition of one step of Muon, for one logical matrix in float64: every layout is compared with it."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from megatron_rl.optim.newton_schulz import orthogonalise, update_scale
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """Of the run, the same for all matrices; the rates are those of a step."""
+    """Of the run, the same for all matrices and steps."""
 
     momentum: float = 0.95
     newton_schulz_steps: int = 5
@@ -19,6 +19,8 @@ class MuonSettings:
 
 @dataclass(frozen=True)
 class MuonRates:
+    """Of one step."""
+
     learning_rate: float
     weight_decay: float
 
@@ -26,7 +28,18 @@ class MuonRates:
 def reference_step(
     weight: Tensor, momentum: Tensor, gradient: Tensor, settings: MuonSettings, rates: MuonRates
 ) -> tuple[Tensor, Tensor]:
-    """The weight and the momentum after the step, float64 [R, C]; Nesterov momentum, decoupled weight decay."""
+    """One step with Nesterov momentum and decoupled weight decay.
+
+    Args:
+        weight: [R, C], a logical matrix.
+        momentum: [R, C].
+        gradient: [R, C].
+        settings: Of the run.
+        rates: Of the step.
+
+    Returns:
+        The weight and the momentum after the step, float64 [R, C].
+    """
     weight, momentum, gradient = (tensor.double() for tensor in (weight, momentum, gradient))
     momentum = settings.momentum * momentum + gradient
     direction = gradient + settings.momentum * momentum
