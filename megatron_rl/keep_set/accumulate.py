@@ -10,10 +10,17 @@ def accumulation_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left [n, k] @ right [k, m] in accumulation dtype.
+    """Multiply in accumulation dtype.
 
-    A GPU multiplies bf16 by bf16 into fp32 (a wider side is rounded first, as gradients of logits are in any bf16 training). A CPU's
-    product would round its result to bf16, so there both sides are widened.
+    A GPU multiplies bf16 by bf16 into fp32 (a wider side is rounded first, as gradients of logits are in any bf16 training). A
+    CPU's product would round its result to bf16, so there both sides are widened.
+
+    Args:
+        left: [n, k].
+        right: [k, m].
+
+    Returns:
+        [n, m], fp32 (fp64 if a side is).
     """
     dtype = torch.promote_types(accumulation_dtype(left), accumulation_dtype(right))
     if left.dtype == right.dtype == dtype:
@@ -25,7 +32,13 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
-    """target += left @ right in place, added in accumulation dtype and rounded to the target's once."""
+    """target += left @ right in place, added in accumulation dtype and rounded to the target's dtype once.
+
+    Args:
+        target: [n, m].
+        left: [n, k].
+        right: [k, m].
+    """
     if target.dtype == left.dtype == right.dtype == accumulation_dtype(target):
         target.addmm_(left, right)
     else:

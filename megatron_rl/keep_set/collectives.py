@@ -3,32 +3,48 @@
 import torch.distributed as dist
 from torch import Tensor
 
-# PyTorch 2.13 has these names and warns of the older ones at each call
+# PyTorch 2.13 has these names, and warns about the older ones at each call.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
+    """Ranks of the group; 1 without one."""
     return 1 if group is None else group.size()
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[k, n] of this rank to [ranks * k, n] of all, in rank order."""
-    if group_size(group) == 1:
+    """All ranks' rows.
+
+    Args:
+        rows: [k, n] of this rank.
+        group: The tensor-parallel group.
+
+    Returns:
+        [ranks * k, n], in rank order.
+    """
+    if group is None or group.size() == 1:
         return rows
-    whole = rows.new_empty(rows.shape[0] * group.size(), rows.shape[1])
-    _all_gather(whole, rows.contiguous(), group=group)
-    return whole
+    gathered = rows.new_empty(rows.shape[0] * group.size(), rows.shape[1])
+    _all_gather(gathered, rows.contiguous(), group=group)
+    return gathered
 
 
 def reduce_hidden_gradient(
     d_hidden: Tensor, computed: Tensor, group: dist.ProcessGroup | None, sequence_parallel: bool
 ) -> Tensor:
-    """Sum over the vocabulary shards, in the accumulation dtype of d_hidden [T, H]; [T / tp, H] with sequence parallelism.
+    """Sum the gradient of the hidden states over the vocabulary shards, in its own dtype.
 
-    computed: int64, the tokens with a gradient: without sequence parallelism only their rows are sent.
+    Args:
+        d_hidden: [T, H], this rank's part of the sum; overwritten.
+        computed: int64, the tokens with a gradient: without sequence parallelism only their rows are sent.
+        group: The tensor-parallel group.
+        sequence_parallel: Each rank needs its own part of the sequence.
+
+    Returns:
+        [T, H]; [T / tp, H] with sequence parallelism.
     """
-    if group_size(group) == 1:
+    if group is None or group.size() == 1:
         return d_hidden
     if sequence_parallel:
         own = d_hidden.new_empty(d_hidden.shape[0] // group.size(), d_hidden.shape[1])

@@ -1,8 +1,8 @@
-"""The two kernels of the pair route on a CPU. Both name rows of a table in CSR and read them in place: no [n, H] gather exists.
+"""The two kernels of the pair route on a CPU. Both name rows of a table in CSR and read them in place, without an [n, H] gather.
 
 Each result is one sequential sum per output, in CSR order, so the bits depend neither on the number of threads nor on the run.
-Tables of fp32 or fp64 are read directly. PyTorch's kernels would round bf16 sums (or refuse bf16), so a bf16 table is widened first:
-whole if it is small, else the distinct rows that a block of bags needs.
+Tables of fp32 or fp64 are read directly. PyTorch's kernels would round bf16 sums (or refuse bf16), so a bf16 table is widened
+first: all of it if it is small, else the distinct rows that a block of bags needs.
 """
 
 import warnings
@@ -16,15 +16,22 @@ from megatron_rl.keep_set.accumulate import accumulation_dtype
 
 _WIDENED_BYTES = 32 << 20  # of rows that are widened at a time
 
-with warnings.catch_warnings():  # "sparse CSR is in beta" is said once per process: here, and to nobody
+with warnings.catch_warnings():  # "sparse CSR is in beta" comes once per process: here, where it is dropped
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor([0, 1], [0], [1.0], size=(1, 1), check_invariants=False)
 
 
 def pair_dots(left: Tensor, table: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
-    """fp32 [n] (fp64 for fp64 tables): left[bag of i] . table[index[i]].
+    """The dot product left[bag of i] . table[index[i]] of each of n pairs.
 
-    left [bags, H], table [rows, H] of one dtype, index int32 [n], offsets int32 [bags + 1].
+    Args:
+        left: [bags, H].
+        table: [rows, H], of the same dtype.
+        index: int32 [n], rows of the table.
+        offsets: int32 [bags + 1], CSR over `index`.
+
+    Returns:
+        fp32 [n]; fp64 for fp64 tables.
     """
     if table.dtype == accumulation_dtype(table):
         return _dots(left, table, index, offsets)
@@ -38,7 +45,17 @@ def pair_dots(left: Tensor, table: Tensor, index: Tensor, offsets: Tensor) -> Te
 
 
 def weighted_sums(coefficients: Tensor, table: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
-    """fp32 [bags, H] (fp64 for fp64 tables): the sum over a bag's i of coefficients[i] * table[index[i]]; 0 for empty bags."""
+    """The sum over each bag's i of coefficients[i] * table[index[i]].
+
+    Args:
+        coefficients: fp32 [n]; fp64 for fp64 tables.
+        table: [rows, H].
+        index: int32 [n], rows of the table.
+        offsets: int32 [bags + 1], CSR over `index`.
+
+    Returns:
+        [bags, H] of the coefficients' dtype; 0 for empty bags.
+    """
     if table.dtype == accumulation_dtype(table):
         return _sums(coefficients, table, index, offsets)
     sums = table.new_empty(len(offsets) - 1, table.shape[1], dtype=coefficients.dtype)

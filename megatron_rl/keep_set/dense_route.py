@@ -34,7 +34,7 @@ class DenseBlock:
     keep_sets: KeepSets | None  # None: full tokens
 
     def mask(self) -> Tensor | None:
-        """bool [N, rows of the shard], True where a row is not kept; None for full tokens. Large, so made anew when needed."""
+        """bool [N, rows of the shard], True where a row is not kept; None for full tokens. Large, so made again when needed."""
         if self.keep_sets is None:
             return None
         tokens = self.tokens.to(self.keep_sets.device)
@@ -48,7 +48,14 @@ class DenseBlock:
 
 
 def dense_blocks(plan: ShardPlan, keep_sets: KeepSets, shard: Shard, temperature: float | Tensor) -> Iterator[DenseBlock]:
-    """The plan's dense tokens in groups that bound the memory; each group reads the weight once. temperature: or [T]."""
+    """The plan's dense tokens in groups that bound the memory; each group reads the weight once.
+
+    Args:
+        plan: The work of the call.
+        keep_sets: Of all T tokens.
+        shard: This rank's vocabulary rows.
+        temperature: A number, or [T].
+    """
     masked_at_once = min(_TOKENS_AT_ONCE, max(256, _MASK_BYTES // max(1, shard.num_rows)))
     for tokens, sets, at_once in ((plan.wide_tokens, keep_sets, masked_at_once), (plan.full_tokens, None, _TOKENS_AT_ONCE)):
         for group in tokens.split(at_once) if len(tokens) else ():
@@ -58,20 +65,42 @@ def dense_blocks(plan: ShardPlan, keep_sets: KeepSets, shard: Shard, temperature
 
 
 def dense_statistics(block: DenseBlock, hidden: Tensor, weight: Tensor, needs_entropy: bool) -> Tensor:
-    """[4, N] of this rank's rows; hidden [N, H]."""
-    parts = [no_statistics(len(hidden), hidden.new_empty(0, dtype=accumulation_dtype(hidden)))]
-    for chunk in _chunks(block, hidden, weight):
-        parts.append(_chunk_statistics(chunk, needs_entropy))
+    """The block's statistics over this rank's vocabulary rows.
+
+    Args:
+        block: N tokens.
+        hidden: [N, H], theirs.
+        weight: [rows, H], this rank's.
+        needs_entropy: Whether the row MOMENT is filled.
+
+    Returns:
+        [4, N], see statistics.py.
+    """
+    nothing = no_statistics(len(hidden), hidden.new_empty(0, dtype=accumulation_dtype(hidden)))
+    parts = [nothing, *(_chunk_statistics(chunk, needs_entropy) for chunk in _chunks(block, hidden, weight))]
     return merge_statistics(torch.stack(parts))
 
 
 def add_dense_gradients(
-    block: DenseBlock, hidden: Tensor, weight: Tensor, statistics: Tensor, upstream: tuple[Tensor, Tensor | None],
+    block: DenseBlock,
+    hidden: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    upstream: tuple[Tensor, Tensor | None],
     weight_gradient: WeightGradient | None,
-) -> Tensor:  # fmt: skip
-    """[N, H], this rank's part of the gradient of hidden [N, H]; that of the weight is added to `weight_gradient`.
+) -> Tensor:
+    """The block's gradients; that of the weight is added to `weight_gradient`.
 
-    statistics [4, N], merged over all ranks; upstream [N], [N], the gradients of the log-probs and of the entropies.
+    Args:
+        block: N tokens.
+        hidden: [N, H], theirs.
+        weight: [rows, H], this rank's.
+        statistics: [4, N], merged over all ranks.
+        upstream: [N] each, the gradients of the log-probs and of the entropies.
+        weight_gradient: None where the weight needs none.
+
+    Returns:
+        [N, H] in accumulation dtype, this rank's part of the gradient of `hidden`.
     """
     d_hidden = torch.zeros_like(hidden, dtype=accumulation_dtype(hidden))
     for chunk in _chunks(block, hidden, weight):
@@ -89,7 +118,7 @@ class _Chunk(NamedTuple):
     rows: Tensor  # [chunk, H]
     logits: Tensor  # [N, chunk], of excluded rows too
     excluded: Tensor | None  # bool [N, chunk]
-    hit: Tensor  # int64 [m], tokens whose target lies in this chunk
+    hit: Tensor  # int64 [m], tokens whose target is in this chunk
     hit_row: Tensor  # int64 [m], and where
 
 
@@ -121,7 +150,10 @@ def _chunk_statistics(chunk: _Chunk, needs_entropy: bool) -> Tensor:
 
 
 def _logit_gradients(chunk: _Chunk, statistics: Tensor, upstream: Tensor, upstream_entropy: Tensor | None) -> Tensor:
-    """[N, chunk]; overwrites the chunk's logits. d log p / d z_j = 1[j = y] - p_j; d entropy / d z_j = -p_j log p_j - p_j entropy."""
+    """[N, chunk]; overwrites the chunk's logits.
+
+    d log p / d z_j = 1[j = y] - p_j; d entropy / d z_j = -p_j log p_j - p_j entropy.
+    """
     p = _exp(chunk.logits.sub_(statistics[MAXIMUM][:, None]).sub_(statistics[TOTAL].log()[:, None]), chunk.excluded)
     if upstream_entropy is None:
         d_logits = p.mul_(-upstream[:, None])
@@ -133,6 +165,9 @@ def _logit_gradients(chunk: _Chunk, statistics: Tensor, upstream: Tensor, upstre
 
 
 def _exp(shifted: Tensor, excluded: Tensor | None) -> Tensor:
-    """exp in place, 0 where excluded. A CPU takes 20 to 50 times as long where exp underflows: e^-80 is as good as 0 in these sums."""
+    """Exp in place, 0 where excluded.
+
+    A CPU takes 20 to 50 times as long where exp underflows: e^-80 is as good as 0 in these sums.
+    """
     exponentials = shifted.clamp_min_(-80.0).exp_()
     return exponentials if excluded is None else exponentials.masked_fill_(excluded, 0.0)

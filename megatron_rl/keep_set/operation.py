@@ -5,7 +5,7 @@ log p_t = z_y - logsumexp_{j in K_t} z_j,    z_j = (weight_j . hidden_t) / tempe
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,27 +44,43 @@ def keep_set_log_probs(
 ) -> KeepSetOutput:
     """Log-probabilities of the targets and entropies, each over its token's keep-set; exact, without [tokens, vocabulary] logits.
 
-    hidden: [T, H], or [T / tp, H] with sequence parallelism: this rank's part of the sequence. It enters the tensor-parallel region
-        here: its gradient is all-reduced (reduce-scattered with sequence parallelism) over the group.
-    weight: [V_padded / tp, H], this rank's vocabulary rows, of the hidden states' dtype. If it has Megatron's `main_grad`, its
-        gradient is added there, see WeightGradient.
-    keep_sets: of all T positions, the same on every rank, checked once by `check_keep_sets`; this call checks shapes, the range of
-        the ids and that each target is in its set, because a violation of these would give a plausible, wrong number.
-    temperature: > 0; divides the logits; a number or fp32 [T] (anything positive where unscored).
-    vocab_size: ids without padding; rows beyond it never take part.
-    group: the tensor-parallel group; None without tensor parallelism. All its ranks must call.
-    entropy_has_gradient: for an entropy bonus; it costs a few operations per pair. Otherwise the entropy is a plain number.
-
     Values and gradients are bitwise reproducible for the same layout, and every sum is accumulated in fp32. Without gradient
-    (torch.no_grad) nothing is kept. Raises ValueError on shapes, records.ContractError on sets.
+    (torch.no_grad) nothing is kept.
+
+    Args:
+        hidden: [T, H], or [T / tp, H] with sequence parallelism: this rank's part of the sequence. It enters the tensor-parallel
+            region here: its gradient is all-reduced (reduce-scattered with sequence parallelism) over the group.
+        weight: [V_padded / tp, H], this rank's vocabulary rows, of the hidden states' dtype. If it has Megatron's `main_grad`,
+            its gradient is added there, see WeightGradient.
+        keep_sets: Of all T positions, the same on every rank, checked once by `check_keep_sets`. This call checks shapes, the
+            range of the ids and that each target is in its set, because a violation of these would give a plausible, wrong
+            number.
+        temperature: > 0; divides the logits; a number or fp32 [T] (anything positive where unscored).
+        vocab_size: Ids without padding; rows beyond it never take part.
+        group: The tensor-parallel group; None without tensor parallelism. All its ranks must call.
+        sequence_parallel: Whether `hidden` is this rank's part of the sequence.
+        needs_entropy: Whether entropies are computed.
+        entropy_has_gradient: For an entropy bonus; it costs a few operations per pair. Otherwise the entropy is a plain number.
+
+    Returns:
+        Values of all T positions, the same on every rank of the group.
+
+    Raises:
+        ValueError: Shapes or dtypes that do not fit together, or a temperature that is not positive and finite.
+        ContractError: A keep-set that breaks its contract.
     """
     shard = Shard.of(weight.shape[0], vocab_size, group)
     _check_shapes(hidden, weight, keep_sets, temperature, num_parts=group_size(group) if sequence_parallel else 1)
     call = _Call(
-        keep_sets=keep_sets, plan=make_shard_plan(keep_sets, shard, vocab_size, hidden.device), shard=shard,
+        keep_sets=keep_sets,
+        plan=make_shard_plan(keep_sets, shard, vocab_size, hidden.device),
+        shard=shard,
         temperature=temperature.to(hidden.device) if isinstance(temperature, Tensor) else float(temperature),
-        group=group, sequence_parallel=sequence_parallel, needs_entropy=needs_entropy, entropy_has_gradient=entropy_has_gradient,
-    )  # fmt: skip
+        group=group,
+        sequence_parallel=sequence_parallel,
+        needs_entropy=needs_entropy,
+        entropy_has_gradient=entropy_has_gradient,
+    )
     log_probs, entropies = _KeepSetLogProbs.apply(hidden, weight, call)
     return KeepSetOutput(log_probs, entropies if needs_entropy else None)
 
@@ -80,27 +96,45 @@ def entropy_full(
     group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
 ) -> Tensor:
-    """Entropies over the whole vocabulary, fp32 [S] in nats without gradient, of the positions `sample` (int64 [S], distinct).
+    """Entropies over the whole vocabulary of some positions, without gradient. They cost S dense rows.
 
-    The cost is that of S dense rows; the sample is the same on every rank. The other arguments are keep_set_log_probs's.
+    Args:
+        hidden: As for `keep_set_log_probs`.
+        weight: As for `keep_set_log_probs`.
+        sample: int64 [S], distinct positions, the same on every rank.
+        temperature: As for `keep_set_log_probs`.
+        vocab_size: Ids without padding.
+        group: The tensor-parallel group.
+        sequence_parallel: Whether `hidden` is this rank's part of the sequence.
+
+    Returns:
+        fp32 [S], nats.
     """
     num_tokens = hidden.shape[0] * (group_size(group) if sequence_parallel else 1)
     kinds = torch.full((num_tokens,), TokenKind.UNSCORED, dtype=torch.uint8, device=sample.device)
     kinds[sample] = TokenKind.FULL
-    whole_vocabulary = KeepSets(
+    full_tokens = KeepSets(
         target_ids=torch.zeros_like(kinds, dtype=torch.int64),
         kinds=kinds,
         keep_ids=torch.empty(0, dtype=torch.int32, device=sample.device),
         keep_offsets=torch.zeros(num_tokens + 1, dtype=torch.int64, device=sample.device),
     )
-    layout = {"vocab_size": vocab_size, "group": group, "sequence_parallel": sequence_parallel}
-    out = keep_set_log_probs(hidden, weight, whole_vocabulary, temperature=temperature, **layout)
+    out = keep_set_log_probs(
+        hidden,
+        weight,
+        full_tokens,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        group=group,
+        sequence_parallel=sequence_parallel,
+    )
+    assert out.entropy is not None
     return out.entropy[sample.to(hidden.device)]
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What one call computes, beside its differentiable inputs."""
+    """What one call computes, apart from its differentiable inputs."""
 
     keep_sets: KeepSets
     plan: ShardPlan
@@ -112,7 +146,7 @@ class _Call:
     entropy_has_gradient: bool
 
     def pair_temperature(self) -> float | Tensor:
-        """Of each pair of the plan."""
+        """A number, or of each pair of the plan."""
         return self.temperature[self.plan.pairs.tokens] if isinstance(self.temperature, Tensor) else self.temperature
 
     def gather(self, hidden: Tensor) -> Tensor:
@@ -121,7 +155,7 @@ class _Call:
 
 class _KeepSetLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
         pair_logits, statistics = _statistics(call, hidden, weight)
         ctx.save_for_backward(hidden, weight, pair_logits, statistics)
         ctx.call, ctx.weight = call, weight  # the parameter itself: backward needs its attributes
@@ -137,10 +171,10 @@ class _KeepSetLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream: Tensor | None, upstream_entropy: Tensor | None):
-        if upstream is None and upstream_entropy is None:
-            return None, None, None
+    def backward(ctx: Any, upstream: Tensor | None, upstream_entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         if upstream is None:
+            if upstream_entropy is None:
+                return None, None, None
             upstream = torch.zeros_like(upstream_entropy)
         call, hidden = ctx.call, ctx.saved_tensors[0]
         weight_gradient = WeightGradient(ctx.weight, is_dense=call.plan.num_dense_tokens > 0) if ctx.needs_input_grad[1] else None
@@ -169,17 +203,25 @@ def _statistics(call: _Call, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Te
 def _gradients(
     call: _Call, saved: tuple[Tensor, ...], upstream: tuple[Tensor, Tensor | None], weight_gradient: WeightGradient | None
 ) -> Tensor:
-    """The gradient of this rank's hidden states; that of the weight goes to weight_gradient. saved: by forward; upstream [T] each."""
+    """The gradient of this rank's hidden states; that of the weight goes to weight_gradient.
+
+    Args:
+        call: What is computed.
+        saved: By forward.
+        upstream: [T] each, the gradients of the log-probs and of the entropies.
+        weight_gradient: None where the weight needs none.
+    """
     hidden, weight, pair_logits, statistics = saved
-    plan, kernels, whole = call.plan, _kernels(hidden), call.gather(hidden)
+    plan, kernels, gathered = call.plan, _kernels(hidden), call.gather(hidden)
+    of_log_probs, of_entropies = upstream
     d_pair_logits = logit_gradients(pair_logits, plan.pairs, statistics, *upstream).div_(call.pair_temperature())
     d_hidden = kernels.weighted_sums(d_pair_logits, weight, plan.pairs.rows, plan.pairs.offsets)
     if weight_gradient is not None:
-        add_weight_gradient(kernels, d_pair_logits, whole, plan.pairs, weight_gradient)
+        add_weight_gradient(kernels, d_pair_logits, gathered, plan.pairs, weight_gradient)
     for block in dense_blocks(plan, call.keep_sets, call.shard, call.temperature):
-        of_block = (None if gradient is None else gradient[block.tokens] for gradient in upstream)
+        of_block = of_log_probs[block.tokens], None if of_entropies is None else of_entropies[block.tokens]
         d_hidden[block.tokens] = add_dense_gradients(
-            block, whole[block.tokens], weight, statistics[:, block.tokens], tuple(of_block), weight_gradient
+            block, gathered[block.tokens], weight, statistics[:, block.tokens], of_block, weight_gradient
         )
     return reduce_hidden_gradient(d_hidden, plan.computed, call.group, call.sequence_parallel).to(hidden.dtype)
 
@@ -194,16 +236,18 @@ def _kernels(tensor: Tensor) -> ModuleType:
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, keep_sets: KeepSets, temperature: float | Tensor, num_parts: int) -> None:
-    """num_parts: of the sequence, over the ranks."""
+    """num_parts: into which the ranks cut the sequence."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}; they must be [tokens, H] and [rows, H]")
+        raise ValueError(
+            f"hidden is {tuple(hidden.shape)}, weight is {tuple(weight.shape)}; they must be [tokens, H] and [rows, H]"
+        )
     if hidden.dtype != weight.dtype or not hidden.is_floating_point() or hidden.device != weight.device:
         raise ValueError(
-            f"hidden is {hidden.dtype} on {hidden.device}, weight {weight.dtype} on {weight.device}; they must agree"
+            f"hidden is {hidden.dtype} on {hidden.device}, weight is {weight.dtype} on {weight.device}; they must agree"
         )
     if hidden.shape[0] * num_parts != keep_sets.num_tokens:
         raise ValueError(
-            f"{num_parts} part(s) of {hidden.shape[0]} hidden states; the keep-sets are of {keep_sets.num_tokens} tokens"
+            f"hidden has {hidden.shape[0]} rows on each of {num_parts} ranks; the keep-sets have {keep_sets.num_tokens} tokens"
         )
     if isinstance(temperature, Tensor):
         if tuple(temperature.shape) != (keep_sets.num_tokens,):

@@ -1,4 +1,7 @@
-"""The pair route: logits of named rows only, and their gradients. Cost ~ number of pairs; nothing is as long as the vocabulary."""
+"""The pair route: logits of named rows only, and their gradients.
+
+Its cost is proportional to the number of pairs; nothing is as long as the vocabulary.
+"""
 
 from dataclasses import dataclass
 from types import ModuleType
@@ -14,7 +17,16 @@ _SUMS_BYTES = 16 << 20  # row gradients that are summed before they are added to
 
 
 def pair_statistics(logits: Tensor, pairs: Pairs, needs_entropy: bool) -> Tensor:
-    """[4, T] of this rank's pairs; logits [n], divided by the temperature."""
+    """The statistics of this rank's pairs.
+
+    Args:
+        logits: [n], divided by the temperature.
+        pairs: The same n pairs.
+        needs_entropy: Whether the row MOMENT is filled.
+
+    Returns:
+        [4, T], see statistics.py.
+    """
     statistics = no_statistics(len(pairs.offsets) - 1, logits)
     lowest = torch.finfo(logits.dtype).min
     statistics[MAXIMUM] = torch.segment_reduce(logits, "max", offsets=pairs.offsets, initial=lowest)
@@ -30,7 +42,18 @@ def pair_statistics(logits: Tensor, pairs: Pairs, needs_entropy: bool) -> Tensor
 def logit_gradients(
     logits: Tensor, pairs: Pairs, statistics: Tensor, upstream: Tensor, upstream_entropy: Tensor | None
 ) -> Tensor:
-    """[n]: d log p / d z_j = 1[j = y] - p_j; d entropy / d z_j = -p_j (log p_j + entropy). statistics [4, T] of all ranks."""
+    """Gradients of the pairs' logits: d log p / d z_j = 1[j = y] - p_j; d entropy / d z_j = -p_j (log p_j + entropy).
+
+    Args:
+        logits: [n], divided by the temperature.
+        pairs: The same n pairs.
+        statistics: [4, T], merged over all ranks.
+        upstream: [T], the gradient of the log-probs.
+        upstream_entropy: [T], the gradient of the entropies; None: they have none.
+
+    Returns:
+        [n].
+    """
     log_p = logits - statistics[MAXIMUM][pairs.tokens] - statistics[TOTAL].log()[pairs.tokens]
     p = log_p.exp()
     d_logits = -p * upstream[pairs.tokens]
@@ -41,7 +64,15 @@ def logit_gradients(
 
 
 def add_weight_gradient(kernels: ModuleType, d_logits: Tensor, hidden: Tensor, pairs: Pairs, gradient: WeightGradient) -> None:
-    """gradient[row] += sum over the row's pairs of d_logit * hidden[token], row by row: deterministic without atomics."""
+    """Add the sum over a row's pairs of d_logit * hidden[token] to each row: deterministic without atomics.
+
+    Args:
+        kernels: Of the device: cpu_kernels or triton_kernels.
+        d_logits: [n], gradients of the pairs' logits.
+        hidden: [T, H].
+        pairs: The same n pairs.
+        gradient: Where the sums go.
+    """
     by_row = _by_row(pairs)
     tokens, d_logits = pairs.tokens[by_row.order].int(), d_logits[by_row.order]
     rows_at_once = max(1, _SUMS_BYTES // (hidden.shape[1] * d_logits.element_size()))

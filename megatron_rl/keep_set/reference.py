@@ -9,7 +9,18 @@ from megatron_rl.keep_set.sets import KeepSets, TokenKind
 def reference_log_probs(
     hidden: Tensor, weight: Tensor, keep_sets: KeepSets, *, temperature: float | Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies, float64 [T], differentiable; hidden [T, H] and weight [V_padded, H] of one process."""
+    """Log-probabilities and entropies of one process, differentiable.
+
+    Args:
+        hidden: [T, H].
+        weight: [V_padded, H].
+        keep_sets: Of the T tokens.
+        temperature: A number, or [T].
+        vocab_size: Ids without padding.
+
+    Returns:
+        float64 [T] each; entropies in nats.
+    """
     log_probs, entropies = [], []
     temperatures = torch.as_tensor(temperature, dtype=torch.float64).expand(keep_sets.num_tokens)
     for t, kind in enumerate(keep_sets.kinds.tolist()):

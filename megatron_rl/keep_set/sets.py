@@ -1,6 +1,6 @@
 """Which tokens are scored, over which ids: the input of the operation, and its contract."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -12,10 +12,10 @@ from megatron_rl.records import ContractError, RaggedIds
 
 
 class TokenKind(IntEnum):
-    """What is asked for one position.
+    """What is computed for one position.
 
-    Said aloud for each position, and not read off an empty set: a set that was lost on its way must end in an error, whereas
-    an empty set that means "no value wanted" would silently give log-prob 0, the value of a singleton.
+    Given for each position, and not derived from an empty set: a set that was lost on its way must end in an error, whereas an
+    empty set that means "no value wanted" would silently give log-prob 0, the value of a singleton.
     """
 
     UNSCORED = 0  # prompt, tool output, padding: value 0, no gradient, no work; its set is empty
@@ -28,7 +28,7 @@ class KeepSets:
     """T positions of which each predicts one target token; position t keeps `keep_ids[keep_offsets[t]:keep_offsets[t + 1]]`.
 
     Ids are global vocabulary ids, in any order, each once per set. The tensors share one device, which may be the CPU while the
-    hidden states are on a GPU: the plan is then made without waiting for the GPU, and only what it selects is copied.
+    hidden states are on a GPU: the shard plan is then made without waiting for the GPU, and only what it selects is copied.
     Example: target_ids [7, 2, 9], kinds [KEEP_SET, UNSCORED, FULL], keep_ids [5, 7], keep_offsets [0, 2, 2, 2].
     """
 
@@ -68,10 +68,12 @@ class KeepSets:
 
     @property
     def num_tokens(self) -> int:
+        """T."""
         return self.target_ids.numel()
 
     @property
     def device(self) -> torch.device:
+        """Of all four tensors."""
         return self.target_ids.device
 
     def sizes(self) -> Tensor:
@@ -82,8 +84,13 @@ class KeepSets:
 def check_keep_sets(keep_sets: KeepSets, *, vocab_size: int, locate: Callable[[int], tuple[str, int]] | None = None) -> None:
     """Refuse sets that break the contract; meant to run once, on CPU data, before anything is scored.
 
-    vocab_size: ids without padding. locate: names the rollout, and the token within it, of a position; by default "unnamed" and
-    the position itself. Raises records.ContractError with rollout, token, value and rule of the first offender.
+    Args:
+        keep_sets: Of all positions.
+        vocab_size: Ids without padding.
+        locate: Names the rollout, and the token within it, of a position; by default "unnamed" and the position itself.
+
+    Raises:
+        ContractError: With rollout, token, value and rule of the first offender.
     """
     locate = locate or (lambda position: ("unnamed", position))
     for positions, values, rule in _violations(keep_sets, vocab_size):
@@ -92,7 +99,7 @@ def check_keep_sets(keep_sets: KeepSets, *, vocab_size: int, locate: Callable[[i
             raise ContractError(rollout=rollout, token=token, value=values[0].tolist(), rule=rule)
 
 
-def _violations(sets: KeepSets, vocab_size: int):
+def _violations(sets: KeepSets, vocab_size: int) -> Iterator[tuple[Tensor, Tensor, str]]:
     """(positions, values, rule) of each rule in turn; a later rule may rely on the earlier ones."""
     sizes, kinds, targets = sets.sizes(), sets.kinds, sets.target_ids
     everywhere = torch.arange(sets.num_tokens, device=sets.device)

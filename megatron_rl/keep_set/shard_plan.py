@@ -1,6 +1,6 @@
-"""What is computed how: from keep-sets to the work of one tensor-parallel rank.
+"""The shard plan: from keep-sets to the work of one tensor-parallel rank.
 
-A token takes one of three ways, each chosen from what all ranks know, so that they agree without asking one another:
+A token takes one of three routes, each chosen from what all ranks know, so that they agree without communication:
 
 * nothing: unscored tokens, and singletons, whose log-prob and gradient are 0 by definition;
 * pairs: the rows of the weight that its set names are read one by one, cost ~ size of the set;
@@ -24,18 +24,28 @@ _WIDE_PAIRS_AT_ONCE = 1 << 22  # bounds the index tensors of wide sets
 
 @dataclass(frozen=True)
 class Shard:
-    """The vocabulary rows of one rank: ids first <= id < stop are rows id - first of its weight. Padding rows lie outside."""
+    """The vocabulary rows of one rank: ids first <= id < stop are rows id - first of its weight, without padding rows."""
 
     first: int
     stop: int
 
     @property
     def num_rows(self) -> int:
+        """Without padding."""
         return self.stop - self.first
 
     @classmethod
     def of(cls, num_local_rows: int, vocab_size: int, group: dist.ProcessGroup | None) -> "Shard":
-        """num_local_rows: rows of the weight on each rank, padding included. Raises ValueError if they cannot hold the vocabulary."""
+        """This rank's shard.
+
+        Args:
+            num_local_rows: Rows of the weight on each rank, padding included.
+            vocab_size: Ids without padding.
+            group: The tensor-parallel group.
+
+        Raises:
+            ValueError: The rows cannot hold the vocabulary.
+        """
         rank, size = 0 if group is None else group.rank(), group_size(group)
         if not 0 < vocab_size <= size * num_local_rows:
             raise ValueError(
@@ -59,7 +69,7 @@ GPU_COSTS = RouteCosts(dense_entry=1 / 100, dense_row=1.0)  # a guess from bandw
 
 @dataclass(frozen=True)
 class Pairs:
-    """The n (token, kept id) pairs whose row lies on this rank, by token: CSR over all T tokens, most of which may have none."""
+    """The n (token, kept id) pairs whose row is on this rank, by token: CSR over all T tokens, most of which may have none."""
 
     rows: Tensor  # int32 [n], of the local weight
     offsets: Tensor  # int32 [T + 1]
@@ -69,7 +79,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The work of one call on one rank. All index tensors lie on the device of the hidden states."""
+    """The work of one call on one rank. All index tensors are on the device of the hidden states."""
 
     pairs: Pairs
     wide_tokens: Tensor  # int64, dense route with a set
@@ -78,6 +88,7 @@ class ShardPlan:
 
     @property
     def num_dense_tokens(self) -> int:
+        """On the dense route, with a set or without."""
         return len(self.wide_tokens) + len(self.full_tokens)
 
     @property
@@ -87,7 +98,17 @@ class ShardPlan:
 
 
 def make_shard_plan(keep_sets: KeepSets, shard: Shard, vocab_size: int, device: torch.device) -> ShardPlan:
-    """Raises ContractError on what would give a plausible, wrong number: no set, a target outside its set, an id out of range."""
+    """Choose the route of each token, and select this rank's pairs.
+
+    Args:
+        keep_sets: Of all T tokens, the same on every rank.
+        shard: This rank's vocabulary rows.
+        vocab_size: Ids without padding.
+        device: Of the hidden states.
+
+    Raises:
+        ContractError: What would give a plausible, wrong number: no set, a target outside its set, an id out of range.
+    """
     costs = CPU_COSTS if device.type == "cpu" else GPU_COSTS
     sizes = keep_sets.sizes()
     full = keep_sets.kinds == TokenKind.FULL
@@ -106,13 +127,21 @@ def make_shard_plan(keep_sets: KeepSets, shard: Shard, vocab_size: int, device: 
 
 
 def _on_dense_route(sizes: Tensor, vocab_size: int, costs: RouteCosts) -> Tensor:
-    """bool [T]. A set leaves the pair route if its logits cost less densely, and all that do also pay for the dense pass itself."""
+    """bool [T]: a set leaves the pair route if its logits cost less densely, and all that do also pay for the dense pass."""
     saved = (sizes - costs.dense_entry * vocab_size).clamp_min(0)
     return (saved > 0) & (saved.sum() > costs.dense_row * vocab_size)
 
 
 def pairs_of(sets: KeepSets, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The kept ids (int32 [n]) of `tokens` (int64 [m], rising), and the token of each (int64 [n])."""
+    """The kept ids of some tokens.
+
+    Args:
+        sets: Of all tokens.
+        tokens: int64 [m], ascending.
+
+    Returns:
+        The ids, int32 [n], and the token of each, int64 [n].
+    """
     starts = sets.keep_offsets[tokens]
     sizes = sets.keep_offsets[tokens + 1] - starts
     before = sizes.cumsum(0) - sizes
@@ -139,7 +168,10 @@ def _local_pairs(sets: KeepSets, tokens: Tensor, shard: Shard, vocab_size: int) 
 
 
 def _refuse_bad_pairs(sets: KeepSets, ids: Tensor, owner: Tensor, vocab_size: int) -> Tensor:
-    """bool [n]: which pairs are their token's target. An id out of range would drop out of a sum, a missing target's logit would be 0."""
+    """bool [n]: which pairs are their token's target.
+
+    An id out of range would be missing in a sum, and the logit of a missing target would be 0.
+    """
     is_target = ids == sets.target_ids[owner]
     if not len(ids):
         return is_target

@@ -1,4 +1,4 @@
-"""A log-softmax in parts: what vocabulary shards and chunks know of it, and how the parts become one.
+"""A log-softmax in parts: what vocabulary shards and chunks know of it, and how the parts are merged.
 
 Of the logits z that a part sees of a token it keeps four numbers, the rows of a tensor [4, T]: the maximum m, sum exp(z - m),
 sum exp(z - m) (z - m), and the target's logit (0 in every part but one). A part that sees nothing of a token holds
@@ -15,14 +15,21 @@ MAXIMUM, TOTAL, MOMENT, TARGET = range(4)
 
 
 def no_statistics(num_tokens: int, like: Tensor) -> Tensor:
-    """[4, num_tokens] of tokens of which nothing was seen."""
+    """[4, num_tokens], of the dtype and device of `like`, of tokens of which nothing was seen."""
     statistics = like.new_zeros(4, num_tokens)
     statistics[MAXIMUM] = torch.finfo(like.dtype).min
     return statistics
 
 
 def merge(parts: Tensor) -> Tensor:
-    """[parts, 4, T] to [4, T]."""
+    """Merge the statistics of several parts of the vocabulary.
+
+    Args:
+        parts: [parts, 4, T].
+
+    Returns:
+        [4, T].
+    """
     maximum = parts[:, MAXIMUM].amax(0)
     shift = parts[:, MAXIMUM] - maximum  # never positive: exp cannot overflow
     scale = shift.exp()
@@ -32,18 +39,25 @@ def merge(parts: Tensor) -> Tensor:
 
 
 def merge_across_ranks(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Of each rank's vocabulary shard to the whole vocabulary, [4, T]; one collective, and the same bits on every rank.
+    """Merge the statistics of each rank's vocabulary shard; one collective, and the same bits on every rank.
 
-    An all-gather of the four rows takes the place of one all-reduce of the maxima and one of the sums: half the latency.
+    An all-gather of the four rows replaces one all-reduce of the maxima and one of the sums: half the latency.
+
+    Args:
+        statistics: [4, T] of this rank's shard.
+        group: The tensor-parallel group.
+
+    Returns:
+        [4, T] of the whole vocabulary.
     """
     return merge(gather_rows(statistics, group).view(group_size(group), 4, -1))
 
 
 def log_probability(statistics: Tensor) -> Tensor:
-    """[T], of merged statistics. The maximum goes first, so that a large logit costs no digits of log p."""
+    """[T], from merged statistics [4, T]. The maximum is subtracted first, so that a large logit costs no digits of log p."""
     return statistics[TARGET] - statistics[MAXIMUM] - statistics[TOTAL].log()
 
 
 def entropy(statistics: Tensor) -> Tensor:
-    """[T], in nats, of merged statistics."""
+    """[T], in nats, from merged statistics [4, T]."""
     return statistics[TOTAL].log() - statistics[MOMENT] / statistics[TOTAL]

@@ -1,11 +1,15 @@
 """The two kernels of the pair route for GPUs, in Triton.
 
-NOT YET RUN ON HARDWARE. Their logic is tested in Triton's interpreter (tests/unit/keep_set/test_triton_kernels.py); tests/gpu compares
-them with the reference on a GPU where there is one, and scripts/bench_keep_set.py --device cuda measures them. Block sizes are guesses.
+NOT YET RUN ON HARDWARE. Their logic is tested in Triton's interpreter (tests/unit/keep_set/test_triton_kernels.py); tests/gpu
+compares them with the reference on a GPU where there is one, and scripts/bench_keep_set.py --device cuda measures them. Block
+sizes are guesses.
 
-As on the CPU, rows of the table are read in place, and each result is one program's sum in a fixed order: no atomics, so the bits do not
-change from run to run. Rows are read in the training dtype, products and sums are fp32 (fp64 for fp64 tables).
+As on the CPU, rows of the table are read in place, and each result is one program's sum in a fixed order: no atomics, so the
+bits do not change from run to run. Rows are read in the training dtype, products and sums are fp32 (fp64 for fp64 tables).
 """
+
+# Triton reads the annotations of a kernel's arguments: pointers and numbers have none.
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 import torch
 import triton
@@ -20,7 +24,17 @@ _TRITON_DTYPE = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 def pair_dots(left: Tensor, table: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
-    """fp32 [n]: left[bag of i] . table[index[i]]; left [bags, H], table [rows, H] of one dtype, index int32 [n], offsets int32 [bags + 1]."""
+    """The dot product left[bag of i] . table[index[i]] of each of n pairs.
+
+    Args:
+        left: [bags, H].
+        table: [rows, H], of the same dtype.
+        index: int32 [n], rows of the table.
+        offsets: int32 [bags + 1], CSR over `index`.
+
+    Returns:
+        fp32 [n]; fp64 for fp64 tables.
+    """
     left, table = left.contiguous(), table.contiguous()
     num_pairs, width = len(index), table.shape[1]
     dots = table.new_empty(num_pairs, dtype=accumulation_dtype(table))
@@ -49,7 +63,17 @@ def _pair_dots(left, table, index, bag, dots, num_pairs, width, PAIRS: tl.conste
 
 
 def weighted_sums(coefficients: Tensor, table: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
-    """fp32 [bags, H]: the sum over a bag's i of coefficients[i] * table[index[i]]; 0 for empty bags."""
+    """The sum over each bag's i of coefficients[i] * table[index[i]].
+
+    Args:
+        coefficients: fp32 [n]; fp64 for fp64 tables.
+        table: [rows, H].
+        index: int32 [n], rows of the table.
+        offsets: int32 [bags + 1], CSR over `index`.
+
+    Returns:
+        [bags, H] of the coefficients' dtype; 0 for empty bags.
+    """
     table, num_bags, width = table.contiguous(), len(offsets) - 1, table.shape[1]
     sums = table.new_empty(num_bags, width, dtype=accumulation_dtype(table))
     if num_bags:
@@ -62,7 +86,7 @@ def weighted_sums(coefficients: Tensor, table: Tensor, index: Tensor, offsets: T
 def _weighted_sums(
     coefficients, table, index, offsets, sums, width, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """One program: one bag, COLUMNS columns; its rows are read PAIRS at a time, so that the longest bag is not the time of the call."""
+    """One program: one bag, COLUMNS columns; its rows are read PAIRS at a time, so that the longest bag does not set the time."""
     bag = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < width

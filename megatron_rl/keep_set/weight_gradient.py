@@ -1,4 +1,6 @@
-"""Where the gradient of the output weight goes, and what autograd is told about it."""
+"""Where the gradient of the output weight goes, and what autograd gets for it."""
+
+from typing import Any
 
 import torch
 import torch.utils.deterministic
@@ -10,14 +12,18 @@ from megatron_rl.keep_set.accumulate import accumulation_dtype, add_product
 class WeightGradient:
     """Adds to Megatron's `weight.main_grad` in place where it exists, else to a dense gradient of its own.
 
-    Megatron's protocol (its own fused linear layer keeps the same one): a parameter of its DDP carries `grad_added_to_main_grad`;
-    set, it tells the backward hook not to add what autograd delivers. A gradient has to be delivered all the same, or the
-    hook does not run and the bucket is never reduced: an uninitialised tensor, never read. `zero_out_wgrad` (an embedding tied to the
-    output layer) says that autograd will add the embedding's gradient to it and that the hook will add the sum: zeros then.
+    Megatron's protocol (its own fused linear layer follows the same one): a parameter of its DDP has `grad_added_to_main_grad`;
+    if set, it tells the backward hook not to add what autograd delivers. A gradient has to be delivered all the same, or the
+    hook does not run and the bucket is never reduced: an uninitialised tensor, never read. `zero_out_wgrad` (an embedding tied
+    to the output layer) means that autograd will add the embedding's gradient to it and that the hook will add the sum: zeros
+    then.
+
+    Args:
+        weight: [rows, H], this rank's vocabulary rows.
+        is_dense: Rows may be added to more than once, so that a bf16 sum needs a wider buffer.
     """
 
-    def __init__(self, weight: Tensor, *, is_dense: bool):
-        """is_dense: rows may be added to more than once, so that a bf16 sum needs a wider buffer."""
+    def __init__(self, weight: Tensor, *, is_dense: bool) -> None:
         self.weight = weight
         main_grad = getattr(weight, "main_grad", None)
         self.is_fused = main_grad is not None
@@ -27,14 +33,25 @@ class WeightGradient:
         self.target = main_grad
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
-        """target[rows] += values; rows int [n] are distinct, so the order of adding is no matter. values [n, H] fp32."""
+        """Add values to some rows.
+
+        Args:
+            rows: int [n], distinct, so that the order of adding does not matter.
+            values: fp32 [n, H].
+        """
         if self.target.dtype == values.dtype:
             self.target.index_add_(0, rows, values)
         else:
             self.target[rows] = (self.target[rows] + values).to(self.target.dtype)
 
     def add_product(self, first_row: int, left: Tensor, right: Tensor) -> None:
-        """target[first_row : first_row + k] += left^T right; left [N, k] fp32, right [N, H]."""
+        """Add left^T right to the k rows from `first_row`.
+
+        Args:
+            first_row: Of the k rows.
+            left: fp32 [N, k].
+            right: [N, H].
+        """
         add_product(self.target[first_row : first_row + left.shape[1]], left.t(), right)
 
     def for_autograd(self) -> Tensor | None:
@@ -51,9 +68,10 @@ class WeightGradient:
 
 def _untouched_like(weight: Tensor) -> Tensor:
     """Uninitialised memory that is not filled either: deterministic mode would write NaN into all [V, H] of it."""
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    deterministic: Any = torch.utils.deterministic  # its attributes are properties of a module, which the type checker cannot see
+    fill = deterministic.fill_uninitialized_memory
+    deterministic.fill_uninitialized_memory = False
     try:
         return torch.empty_like(weight, requires_grad=False)
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        deterministic.fill_uninitialized_memory = fill

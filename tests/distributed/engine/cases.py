@@ -134,8 +134,8 @@ def by_sequence(microbatches: list, values: list[np.ndarray]) -> dict[int, np.nd
 
 
 def evaluate(rank: int, setting: Setting) -> Evaluation:
-    """Scores, gradients, and one optimizer step. Epsilon is above the rounding of the gradients: one of about epsilon may take a step of
-    either size."""
+    """Scores, gradients, and one optimizer step. Epsilon is above the rounding of the gradients: one of about epsilon may take a
+    step of either size."""
     with laid_out(setting) as groups:
         run = Run(groups, setting, optimizer={"epsilon": 1e-6})
         scores = run.engine.score(run.microbatches)

@@ -18,7 +18,8 @@ MTP = ParameterTable(CONFIGS[MODEL]).mtp_names
 
 @dataclass(frozen=True)
 class Stepped:
-    """One training step of a model whose layers for multi-token prediction are trained, or are not built. On rank 0 all tensors."""
+    """One training step of a model whose layers for multi-token prediction are trained, or are not built. On rank 0 all
+    tensors."""
 
     log_probs: dict[int, np.ndarray]
     gradients: dict[str, Tensor]

@@ -1,4 +1,5 @@
-"""The layer for multi-token prediction by transformers' decoder layer in float64, on the policy's hidden states with the recorded routes."""
+"""The layer for multi-token prediction by transformers' decoder layer in float64, on the policy's hidden states with the
+recorded routes."""
 
 from collections.abc import Iterator
 
@@ -69,7 +70,8 @@ class MtpLayer(torch.nn.Module):
 
 
 def expected_ahead(model: str, prefix: str) -> tuple[float, dict[str, Tensor]]:
-    """Mean loss of the layer whose names begin with `prefix`, and gradients of its sum over the number of the step's loss tokens."""
+    """Mean loss of the layer whose names begin with `prefix`, and gradients of its sum over the number of the step's loss
+    tokens."""
     oracle = hugging_face(model)
     layer = MtpLayer(oracle, {n.removeprefix(prefix): w for n, w in weights_of(model).items() if n.startswith(prefix)})
     losses, tokens = [], 0
@@ -78,9 +80,8 @@ def expected_ahead(model: str, prefix: str) -> tuple[float, dict[str, Tensor]]:
         with torch.no_grad(), oracle._choices(ids.shape[1], rollout.routed_experts):
             hidden = oracle.model.model(input_ids=ids, use_cache=False).last_hidden_state
         log_probs = (layer(ids, hidden) @ oracle.model.lm_head.weight.T)[0].log_softmax(-1)
-        for place in (len(rollout.prompt_ids) + number for number in rollout.loss_mask.nonzero()[0]):
-            if place >= 2:  # two tokens earlier
-                losses.append(-log_probs[place - 2, ids[0, place]])
+        places = (len(rollout.prompt_ids) + number for number in rollout.loss_mask.nonzero()[0])
+        losses += [-log_probs[place - 2, ids[0, place]] for place in places if place >= 2]  # two tokens earlier
         tokens += int(rollout.loss_mask.sum())
     total = torch.stack(losses).sum()
     (total / tokens).backward()

@@ -101,7 +101,8 @@ def other_optimizer(rank: int, setting: Setting, folder: Path, saved_by: str, lo
 @dataclass(frozen=True)
 class Clipped:
     largest_logits: list[float]
-    """Of two steps on the same tokens, at a rate that moves nothing: what the second one measures, the first one's clip has made."""
+    """Of two steps on the same tokens, at a rate that moves nothing: what the second one measures, the first one's clip has
+    made."""
     weights: Weights
 
 

@@ -1,6 +1,7 @@
 """The same step by the check's oracle, transformers' model in float64, with the recorded routes and keep-sets."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -42,7 +43,7 @@ def expected(model: str, *, routing_replay: bool = True) -> Expected:
     options = options_of(model, moe_layers=all_layers(model), routing_replay=routing_replay)
     whole = collate(members, 0, alignment_of(Layout(), False), options)
     oracle = hugging_face(model)
-    logits = torch.cat([_logits(oracle, whole, start, end) for start, end in zip(whole.segment_ends, whole.segment_ends[1:])])
+    logits = torch.cat([_logits(oracle, whole, start, end) for start, end in pairwise(whole.segment_ends)])
     vocab_size = CONFIGS[model]["vocab_size"]
     log_probs, entropies = reference_log_probs(  # of hidden states that are the logits already
         logits,

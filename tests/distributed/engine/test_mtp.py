@@ -1,4 +1,5 @@
-"""Layers for multi-token prediction: trained by their own loss beside a policy that does not notice, at every layout, with routes replayed.
+"""Layers for multi-token prediction: trained by their own loss beside a policy that does not notice, at every layout, with
+routes replayed.
 
 Their loss and gradients are those of transformers' decoder layer in float64. Not shown: several such layers, GPUs.
 """

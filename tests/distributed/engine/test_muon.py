@@ -28,11 +28,11 @@ from tests.distributed.engine.muon_cases import (
 from tests.distributed.engine.rank_pool import RankPool
 from tests.distributed.engine.subject import CONFIGS, weights_of
 
-# Of an update, relative to its norm. Against the reference, which starts from the same gradients, what is left is the iteration's own
-# rounding and that of weights near 1 (6e-8) beside an update of about .2 * LEARNING_RATE.
+# Of an update, relative to its norm. Against the reference, which starts from the same gradients, what is left is the
+# iteration's own rounding and that of weights near 1 (6e-8) beside an update of about .2 * LEARNING_RATE.
 REFERENCE = 2e-3
-# Between layouts the gradients differ by about 1e-6 relative to their norm, and Newton-Schulz raises that of the smallest singular
-# values by up to 3.4445^5 = 485.
+# Between layouts the gradients differ by about 1e-6 relative to their norm, and Newton-Schulz raises that of the smallest
+# singular values by up to 3.4445^5 = 485.
 LAYOUT = 2e-3
 
 FOUR = {

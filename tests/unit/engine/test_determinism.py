@@ -1,4 +1,5 @@
-"""run.deterministic sets what NCCL, cuBLAS and Transformer Engine read when they start, and refuses an environment that says otherwise."""
+"""run.deterministic sets what NCCL, cuBLAS and Transformer Engine read when they start, and refuses an environment that says
+otherwise."""
 
 import os
 from collections.abc import Iterator

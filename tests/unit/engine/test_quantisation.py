@@ -20,7 +20,8 @@ from megatron_rl.weight_mapping import ParameterTable, Placement
 
 MODEL = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 16, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16, "tie_word_embeddings": False,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 CPU = torch.device("cpu")

@@ -1,4 +1,5 @@
-"""Random inputs for the tests of the keep-set operation: all kinds of tokens, sets of all widths, padded rows with huge logits."""
+"""Random inputs for the tests of the keep-set operation: all kinds of tokens, sets of all widths, padded rows with huge
+logits."""
 
 from dataclasses import dataclass
 
@@ -7,8 +8,9 @@ from torch import Tensor
 
 from megatron_rl.keep_set import KeepSets, TokenKind, reference_log_probs
 
-# fp32: a dot product of H <= 64 terms in another order, over logits of order 10, then exp. bf16: the inputs are the same bf16 numbers in
-# the float64 reference and products of bf16 are exact in fp32, so values agree as in fp32; gradients are rounded to bf16 (2^-9) once.
+# fp32: a dot product of H <= 64 terms in another order, over logits of order 10, then exp. bf16: the inputs are the same bf16
+# numbers in the float64 reference and products of bf16 are exact in fp32, so values agree as in fp32; gradients are rounded to
+# bf16 (2^-9) once.
 VALUE_TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-5}
 GRADIENT_TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 8e-3}
 
@@ -27,7 +29,8 @@ class Case:
 def make_sets(
     num_tokens: int, vocab_size: int, sizes: list[int], generator: torch.Generator, *, unscored=0.15, full=0.0
 ) -> KeepSets:
-    """Sets of random ids in random order, the size of each drawn from `sizes`; shares of tokens without value and without truncation."""
+    """Sets of random ids in random order, the size of each drawn from `sizes`; shares of tokens without value and without
+    truncation."""
     draw = torch.rand(num_tokens, generator=generator)
     kinds = torch.full((num_tokens,), int(TokenKind.KEEP_SET), dtype=torch.uint8)
     kinds[draw < unscored + full] = TokenKind.FULL

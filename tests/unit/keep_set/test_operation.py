@@ -1,6 +1,7 @@
 """The operation in one process on a CPU against the float64 reference. Shards: tests/distributed/keep_set; GPUs: tests/gpu."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -143,7 +144,7 @@ def test_one_set_of_the_whole_vocabulary_is_the_ordinary_log_softmax(route):
 def test_the_order_of_ids_does_not_matter():
     case = make_case(8, sizes=(5,))
     sets = case.keep_sets
-    reversed_ids = torch.cat([sets.keep_ids[a:b].flip(0) for a, b in zip(sets.keep_offsets[:-1], sets.keep_offsets[1:])])
+    reversed_ids = torch.cat([sets.keep_ids[a:b].flip(0) for a, b in pairwise(sets.keep_offsets)])
     before = run(case)
     case.keep_sets = KeepSets(sets.target_ids, sets.kinds, reversed_ids, sets.keep_offsets)
     for name, tensor in run(case).items():
@@ -248,8 +249,8 @@ def test_what_would_give_a_wrong_number_is_refused_in_the_call(route):
     for value, rule in ((case.vocab_size, "kept ids lie in"), (-1, "kept ids lie in")):
         ids = sets.keep_ids.clone()
         ids[place] = value
+        case.keep_sets = KeepSets(sets.target_ids, sets.kinds, ids, sets.keep_offsets)
         with pytest.raises(ContractError, match=rule) as error:
-            case.keep_sets = KeepSets(sets.target_ids, sets.kinds, ids, sets.keep_offsets)
             run(case)
         assert (error.value.token, error.value.value) == (first, value)
     targets = sets.target_ids.clone()

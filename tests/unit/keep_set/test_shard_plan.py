@@ -49,9 +49,9 @@ def test_ranks_divide_the_pairs_and_agree_on_the_rest():
     pairs = [
         (token, row + 14 * rank)
         for rank, plan in enumerate(plans)
-        for token, row in zip(plan.pairs.tokens.tolist(), plan.pairs.rows.tolist())
+        for token, row in zip(plan.pairs.tokens.tolist(), plan.pairs.rows.tolist(), strict=True)
     ]
-    assert sorted(pairs) == sorted(zip(whole.pairs.tokens.tolist(), whole.pairs.rows.tolist()))
+    assert sorted(pairs) == sorted(zip(whole.pairs.tokens.tolist(), whole.pairs.rows.tolist(), strict=True))
     for plan in plans:
         assert all(torch.equal(getattr(plan, name), getattr(whole, name)) for name in ("wide_tokens", "full_tokens", "computed"))
         assert plan.pairs.offsets.diff().tolist() == torch.bincount(plan.pairs.tokens, minlength=60).tolist()

@@ -14,7 +14,8 @@ pytest.importorskip("triton")
 
 
 def test_their_logic_in_the_interpreter():
-    """In a process of its own: Triton decides when it is imported whether its functions are interpreted, and much imports Triton."""
+    """In a process of its own: Triton decides when it is imported whether its functions are interpreted, and much imports
+    Triton."""
     root = Path(__file__).parents[3]
     command = [
         sys.executable,

@@ -63,8 +63,8 @@ def test_many_ranks_wait_for_none() -> None:
 
 
 def test_bytes_are_those_that_leave_a_rank() -> None:
-    """Two replicas, each with half of every parameter: of each parameter one half of the direction goes to the owner, and one half of
-    the update comes back."""
+    """Two replicas, each with half of every parameter: of each parameter one half of the direction goes to the owner, and one
+    half of the update comes back."""
     tasks = stage_tasks(placed(SMALL["qwen3"], Layout(2)), 0, 5)
     rounds = assign_rounds(tasks, 2, 1)
     halves = [

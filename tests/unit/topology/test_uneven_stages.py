@@ -1,4 +1,5 @@
-"""Pipelines whose first or last stage has a size of its own. That Megatron cuts alike is shown in tests/distributed/weight_mapping."""
+"""Pipelines whose first or last stage has a size of its own. That Megatron cuts alike is shown in
+tests/distributed/weight_mapping."""
 
 import pytest
 
