@@ -9,34 +9,37 @@ from typing import Any, TypeVar, get_args
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from megatron_rl.config.errors import ConfigError
+from megatron_rl.config.renamed import present_name, use_present_names
 from megatron_rl.config.sections import Section, Slurm
 from megatron_rl.config.tree import Config
 
 T = TypeVar("T", bound=BaseModel)
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot run: every fault at once, each with the value, the rule and, where one is near, the remedy."""
-
-
 class Profile(Section):
-    """What a site's file may hold."""
+    """What a site's file may contain."""
 
     slurm: Slurm = Slurm()
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), profile: Path | None = None) -> Config:
-    """Read and check a TOML file.
+    """Reads and checks a TOML file.
 
-    overrides: command-line words, `--section.key value` or `--section.key=value`, values in TOML's notation (a bare word is a string).
-    profile: a file with a [slurm] section alone, a site's; what `path` and the overrides say wins.
-    Raises ConfigError that lists every fault.
+    Args:
+        path: The file.
+        overrides: Words of the command line, `--section.key value` or `--section.key=value`, with values in TOML's notation (a
+            bare word is a string; `none` removes the key).
+        profile: A site's file with a [slurm] section alone; values of `path` and of the overrides take precedence.
+
+    Raises:
+        ConfigError: The message lists every problem.
     """
     return check_tree(read_tree(path, overrides, profile), path)
 
 
 def read_tree(path: Path, overrides: Sequence[str] = (), profile: Path | None = None) -> dict[str, Any]:
-    """What `load_config` reads, before it is checked."""
+    """What `load_config` reads, before it is checked; the arguments are the same."""
     tree = _read_toml(path)
     if profile is not None:
         tree = _merged(_read_profile(profile), tree)
@@ -46,25 +49,41 @@ def read_tree(path: Path, overrides: Sequence[str] = (), profile: Path | None = 
 
 
 def check_tree(tree: dict[str, Any], path: Path) -> Config:
-    """path: where it comes from, for the message. Raises ConfigError that lists every fault."""
+    """Checks a tree of sections.
+
+    Args:
+        tree: Values by section and key.
+        path: The file that the tree was read from, for the message.
+
+    Raises:
+        ConfigError: The message lists every problem.
+    """
     return _validated(Config, tree, path)
 
 
 def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:
-    """['--run.steps', '5', '--task.name=chain_sum'] to [('run.steps', 5), ('task.name', 'chain_sum')]."""
+    """Parses words of the command line that override values.
+
+    Args:
+        words: Such as ['--run.steps', '5', '--task.name=chain_sum'].
+
+    Returns:
+        Keys and values, such as [('run.steps', 5), ('task.name', 'chain_sum')]; None removes a key.
+
+    Raises:
+        ConfigError: A word is no override, or a key has no value.
+    """
     pairs, rest = [], list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or "." not in word.split("=")[0]:
-            raise ConfigError(
-                f"unexpected argument '{word}': overrides are written --section.key value, for example --run.steps 5"
-            )
+            raise ConfigError(f"unexpected argument '{word}': write overrides as --section.key value, for example --run.steps 5")
         name, equals, text = word[2:].partition("=")
         if not equals:
             if not rest:
-                raise ConfigError(f"--{name} has no value: overrides are written --section.key value")
+                raise ConfigError(f"--{name} has no value: write overrides as --section.key value")
             text = rest.pop(0)
-        pairs.append((name.replace("-", "_"), _value(text)))
+        pairs.append((present_name(name.replace("-", "_")), _value(text)))
     return pairs
 
 
@@ -75,13 +94,15 @@ def to_toml(config: Config) -> str:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text())
+        tree = tomllib.loads(Path(path).read_text())
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); give the path of a TOML file, for example one of model_configs/"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    use_present_names(tree, str(path))
+    return tree
 
 
 def _read_profile(path: Path) -> dict[str, Any]:
@@ -94,7 +115,7 @@ def _validated(kind: type[T], tree: dict[str, Any], path: Path) -> T:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{path}:\n" + "\n".join(f"  {_explain(fault)}" for fault in error.errors())) from error
+        raise ConfigError(f"{path}:\n" + "\n".join(f"  {_explain(problem)}" for problem in error.errors())) from error
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -129,17 +150,17 @@ def _without_none(tree: Any) -> Any:
     return {k: _without_none(v) for k, v in tree.items() if v is not None} if isinstance(tree, dict) else tree
 
 
-def _explain(fault: Any) -> str:
-    where = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(fault["loc"][-1]), _fields_at(fault["loc"][:-1]), n=1)
+def _explain(problem: Any) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(problem["loc"][-1]), _fields_at(problem["loc"][:-1]), n=1)
         return f"{where}: unknown key" + (
-            f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(_fields_at(fault['loc'][:-1]))}"
+            f"; did you mean {near[0]}?" if near else f"; this section has: {', '.join(_fields_at(problem['loc'][:-1]))}"
         )
-    if fault["type"] == "missing":
-        return f"{where}: has to be given"
-    message = fault["msg"].removeprefix("Value error, ")
-    return f"{where} = {fault['input']!r}: {message}" if where else message
+    if problem["type"] == "missing":
+        return f"{where}: is missing, and has no default"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{where} = {problem['input']!r}: {message}" if where else message
 
 
 def _fields_at(location: Sequence[str | int]) -> list[str]:

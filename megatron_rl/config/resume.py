@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.folder import RunFolder
-from megatron_rl.config.reader import ConfigError
 from megatron_rl.config.tree import Config
 
 FIXED = ("model.path", "model.architecture")

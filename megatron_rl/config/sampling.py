@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Temperature divides the logits, then the top_k largest are kept, then the smallest set whose mass reaches top_p."""
+    """How tokens are sampled.
+
+    Temperature divides the logits; then the top_k largest are kept; then the smallest set whose probabilities sum up to top_p.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -14,7 +14,8 @@ Seconds = Annotated[float, Field(gt=0.0)]
 def _one_word(text: str) -> str:
     if not text or any(not "!" <= character <= "~" for character in text):
         raise ValueError(
-            f"{text!r} holds a blank, a line end or a character beyond ASCII, and stands in a batch script as one word: leave it out"
+            f"{text!r} has to be one word of printable ASCII characters, because it becomes one word of a batch script; "
+            "remove blanks and line ends"
         )
     return text
 
@@ -23,91 +24,122 @@ Word = Annotated[str, AfterValidator(_one_word)]
 
 
 class Section(BaseModel):
+    """A table of the TOML file. Unknown keys are refused; the text under each field is its documentation."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Run(Section):
+    """What the run is called, how long it is, and how it is started."""
+
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """The run's folder is FOLDER/NAME."""
+    """Name of the run. Its folder is `run.folder`/`run.name`."""
     folder: Path = Path("runs")
+    """Folder that holds the folders of runs. On a cluster, all nodes have to see it."""
     steps: Positive
-    """Training steps of the whole run; a resumed run ends at the same step."""
+    """Number of training steps of the whole run. A resumed run ends at the same step."""
     seed: NonNegative = 0
+    """Seed of sampling, of random weights, and of the order of prompts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where the NVIDIA driver is loaded, else cpu."""
+    """Where the trainer and the servers compute. auto: cuda where the NVIDIA driver is loaded, otherwise cpu."""
     deterministic: bool = False
-    """Refuse every operation whose result could differ from run to run."""
+    """Refuse every operation whose result could differ from one run to the next."""
     stall_after_s: Seconds = 300.0
-    """After so long without a finished group or step, a message says who waits for whom; again each time as much later."""
+    """Seconds without a finished group or step after which a message says which process waits for which. It is repeated each time
+    that the wait has lasted as much longer."""
     fingerprints: bool | None = None
-    """Record a checksum of every tensor after each step, so that `megatron-rl replay` can name the first one that differs.
-    None: exactly when the run is deterministic."""
+    """Record a checksum of every tensor after each step, so that `megatron-rl replay` can name the first tensor that differs.
+    None: on when `run.deterministic` is true, off otherwise."""
 
 
 class Model(Section):
+    """The policy's model. Give either `path` or `architecture`."""
+
     path: Path | None = None
-    """A Hugging Face folder (config.json, safetensors, tokenizer), or what `megatron-rl convert hf-to-megatron` made of one."""
+    """A Hugging Face folder (config.json, safetensors, tokenizer), or one that `megatron-rl convert hf-to-megatron` wrote. None:
+    `model.architecture` describes the model."""
     architecture: dict[str, Any] | None = None
-    """Instead of a path: a Hugging Face config.json written out here; the model starts from random weights and a character tokenizer."""
+    """The content of a Hugging Face config.json, in place of a path. The model starts from random weights and has a tokenizer of
+    characters. None: `model.path` names the model."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Parameters and activations of the trainer, and of the rollout servers."""
+    """Type of parameters and activations, in the trainer and on the servers."""
     max_sequence_length: Positive = 4096
-    """Prompt and completion together, in tokens."""
+    """Largest number of tokens of a prompt and its completion together."""
     mtp: Literal["carried", "trained"] = "carried"
-    """Layers for multi-token prediction, where the model has them. carried: they are not built, and exports bring them unchanged. trained: they
-    learn to predict the rollouts' tokens by a loss of their own, which reaches nothing but them."""
+    """What happens to the layers for multi-token prediction, where the model has them. carried: they are not built, and exports
+    contain them unchanged. trained: they learn to predict the rollouts' tokens by a loss of their own, whose gradient reaches no
+    other layer."""
 
 
 class LayoutSection(Section):
-    """Parallel sizes of the trainer; the data-parallel size follows from them."""
+    """The parallelism layout of the trainer. The data-parallel size follows: world_size / (tensor x context x pipeline)."""
 
     world_size: Positive = 1
-    """Trainer ranks."""
+    """Number of trainer ranks."""
     tensor: Positive = 1
+    """Tensor-parallel size."""
     pipeline: Positive = 1
+    """Number of pipeline stages."""
     virtual_pipeline: Positive = 1
-    """Chunks of layers on each stage; above 1 the schedule is interleaved."""
+    """Number of chunks of layers on each pipeline stage. Above 1 the schedule is interleaved."""
     first_stage_layers: Positive | None = None
+    """Number of layers of the first pipeline stage, where it differs from the other stages. None: as many as the others."""
     last_stage_layers: Positive | None = None
-    """Layers of the first and last stage where they differ from the others'; None: as many as the others."""
+    """Number of layers of the last pipeline stage, where it differs from the other stages. None: as many as the others."""
     context: Positive = 1
+    """Context-parallel size: number of ranks that share the tokens of a sequence."""
     expert: Positive = 1
+    """Expert-parallel size: number of ranks that the experts of a layer are distributed over."""
     expert_tensor: Positive = 1
+    """Tensor-parallel size inside each expert."""
     sequence_parallel: bool | None = None
-    """None: on exactly when tensor > 1."""
+    """Split activations along the sequence over the tensor-parallel ranks, outside of attention and MLPs. None: on when
+    `layout.tensor` is above 1, off otherwise."""
 
 
 class Trainer(Section):
+    """The trainer's ranks and how a step is divided."""
+
     max_tokens_per_microbatch: Positive = 16384
-    """Packed tokens of one microbatch; a single longer sequence is an error."""
+    """Largest number of packed tokens of one microbatch. A single longer sequence is an error."""
     recompute: Literal["none", "selective", "full"] = "none"
+    """Which activations the backward pass computes again in place of keeping them: none, those of core attention and experts
+    (selective), or all of a layer (full). It trades time for memory."""
     updates_per_step: Positive = 1
-    """Optimizer steps that one batch is split into."""
+    """Number of optimizer updates that the batch of one step is split into."""
     threads_per_rank: Positive = 1
-    """CPU threads of each rank; fixed, since the number changes the order of sums."""
+    """Number of CPU threads of each rank. It is fixed, since it changes the order of sums and with it the result."""
     collective_timeout_s: Seconds = 600.0
-    """For a rank to come to where the others wait; then all ranks end, and say which one was missing."""
+    """Seconds that a rank waits for the others in a collective. After that all ranks end and report which one was missing."""
     max_restarts: NonNegative = 3
-    """How often the trainer is started again from the latest checkpoint, without a finished step in between, before the run ends."""
+    """How often the trainer is started again from the latest checkpoint, without a finished step in between, before the run
+    ends."""
 
 
 class Muon(Section):
-    """For the weight matrices of attention, MLPs and experts, with optimizer.name = 'muon'; the rest stays with AdamW."""
+    """Muon for the weight matrices of attention, MLPs and experts, with optimizer.name = 'muon'.
+
+    AdamW updates all other parameters.
+    """
 
     learning_rate: Annotated[float, Field(gt=0.0)] | None = None
-    """At the peak; warm-up and decay are the optimizer's. None: optimizer.learning_rate, since updates have AdamW's size."""
+    """Learning rate at its peak; warm-up and decay are those of [optimizer]. None: `optimizer.learning_rate`, since Muon's
+    updates are scaled to the size of AdamW's."""
     weight_decay: Annotated[float, Field(ge=0.0)] | None = None
-    """None: optimizer.weight_decay."""
+    """Decoupled weight decay. None: `optimizer.weight_decay`."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Coefficient of the momentum (Nesterov)."""
     newton_schulz_steps: Positive = 5
+    """Number of Newton-Schulz iterations that orthogonalise an update."""
     newton_schulz_dtype: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 is faster on a GPU, and its updates are far off where a gradient has few directions."""
+    """Type of the iterations' matrix products. bfloat16 is faster on a GPU, but its updates are far off where a gradient has few
+    directions."""
     qk_clip: Annotated[float, Field(gt=0.0)] | None = None
-    """After each step, scale down the queries and keys of heads whose largest attention logit was above this (100 in Kimi K2). For models
-    that do not normalise q and k. None: off."""
+    """After each step, scale down the query and key weights of heads whose largest attention logit was above this value (100 in
+    Kimi K2). For models that do not normalise q and k. None: off."""
     round_mib: Positive = 512
-    """Of fp32 gradients that a rank exchanges at a time, by whole layers; the next exchange runs beside the work on the last. Many ranks share
-    the work of a round evenly only if it has several layers."""
+    """MiB of fp32 gradients that a rank exchanges at a time, in whole layers. The next exchange runs while the last one is worked
+    on. Many ranks share the work of a round evenly only if it has several layers."""
 
     def relative_to(self, learning_rate: float) -> "Muon":
         """The same settings with the learning rate as a multiple of AdamW's."""
@@ -116,20 +148,30 @@ class Muon(Section):
 
 
 class Optimizer(Section):
+    """The optimizer and the schedule of its learning rate."""
+
     name: Literal["adamw", "muon"] = "adamw"
-    """muon: for weight matrices, AdamW with the values below for the rest."""
+    """adamw: AdamW for all parameters. muon: Muon for weight matrices, AdamW with the values of this section for the rest."""
     muon: Muon = Muon()
+    """The table [optimizer.muon]; it is refused unless optimizer.name = "muon"."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-6
+    """Learning rate at its peak, after the warm-up."""
     min_learning_rate: Annotated[float, Field(ge=0.0)] = 0.0
+    """Learning rate at the end of the decay."""
     warmup_steps: NonNegative = 0
+    """Number of steps over which the learning rate rises linearly to its peak."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """From the end of the warm-up to the last step of the run."""
+    """How the learning rate falls from the end of the warm-up to the last step of the run."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """Decoupled weight decay."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """AdamW's decay of the mean of gradients."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """AdamW's decay of the mean of squared gradients."""
     epsilon: Annotated[float, Field(gt=0.0)] = 1e-8
+    """AdamW's constant in the denominator."""
     max_grad_norm: Annotated[float, Field(ge=0.0)] = 1.0
-    """0: no clipping."""
+    """Norm that larger gradients are scaled down to. 0: no clipping."""
 
     def update_settings(self) -> list[Any]:
         """What an update at a given learning rate depends on: plain values, and the chosen optimizer's own section, if it has one."""
@@ -139,25 +181,35 @@ class Optimizer(Section):
 
 
 class Objective(Section):
+    """The policy loss and the corrections for rollouts of another policy. p is the trainer's probability of a token."""
+
     name: Literal["grpo", "cispo", "gspo"] = "grpo"
-    """grpo: clipped surrogate on token ratios; cispo: clipped, detached ratio times log p; gspo: clipped surrogate on sequence ratios."""
+    """grpo: clipped surrogate on token ratios. cispo: clipped, detached ratio times log p. gspo: clipped surrogate on sequence
+    ratios."""
     advantage: Literal["group_mean", "group_mean_std"] = "group_mean"
-    """Reward minus the group's mean; divided by the group's standard deviation with _std."""
+    """group_mean: reward minus the mean of its group. group_mean_std: that, divided by the standard deviation of the group."""
     clip_low: Annotated[float, Field(ge=0.0)] = 0.2
+    """Ratios r = p / p_old are clipped from below at 1 - clip_low."""
     clip_high: Annotated[float, Field(ge=0.0)] = 0.28
-    """Ratios r = p / p_old are clipped to [1 - clip_low, 1 + clip_high]."""
+    """Ratios r = p / p_old are clipped from above at 1 + clip_high."""
     old_policy: Literal["recomputed", "rollout"] = "recomputed"
-    """recomputed: the trainer's own log-probs at the start of the step. rollout: the recorded ones (bypass); then r carries the whole correction."""
+    """Where log p_old comes from. recomputed: the trainer's own log-probs at the start of the step. rollout: the recorded ones; r
+    then contains the whole off-policy correction."""
     correction: Literal["none", "truncate", "mask_token", "mask_sequence"] = "truncate"
-    """What is done with w = p_old / p_rollout: min(w, high); tokens outside [low, high] left out; sequences whose geometric mean is outside left out."""
+    """What is done with the importance weight w = p_old / p_rollout. none: it is not used. truncate: the loss is weighted by
+    min(w, correction_high). mask_token: tokens with w outside of [correction_low, correction_high] are left out. mask_sequence:
+    sequences whose geometric mean of w is outside are left out."""
     correction_low: Annotated[float, Field(ge=0.0)] = 0.5
+    """Lower end of the accepted importance weights, for mask_token and mask_sequence."""
     correction_high: Annotated[float, Field(gt=0.0)] = 2.0
+    """Upper end of the accepted importance weights."""
     off_policy_sequence_delta: Annotated[float, Field(gt=0.0)] | None = None
-    """Leave out a sequence with a negative advantage whose mean(log p_rollout - log p) is above this. None: off."""
+    """Leave out a sequence with a negative advantage whose mean of log p_rollout - log p is above this value. None: off."""
     kl_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of the KL to the policy that the run started from. 0: no reference model is kept."""
+    """Weight of the KL divergence from the policy that the run started with. 0: no reference model is kept."""
     normalisation: Literal["token", "sequence"] = "token"
-    """The loss's denominator: the step's number of loss tokens, or of sequences (each sequence the mean of its tokens)."""
+    """Denominator of the loss. token: the number of loss tokens of the step. sequence: the number of sequences, each of which
+    contributes the mean of its tokens."""
     keep_set_replay: bool = True
     """Renormalise the trainer's distribution over each token's recorded keep-set."""
     routing_replay: bool = True
@@ -165,189 +217,243 @@ class Objective(Section):
 
 
 class Task(Section):
+    """Prompts and rewards. Give either `name` or `file`."""
+
     name: str | None = None
-    """A reasoning-gym task, e.g. 'chain_sum'."""
+    """A reasoning-gym task, such as "chain_sum". None: `task.file` has the prompts."""
     arguments: dict[str, Any] = {}
-    """Passed to the reasoning-gym task."""
+    """Arguments of the reasoning-gym task."""
     file: Path | None = None
-    """Instead of a name: JSON lines with 'prompt' and 'answer' (and 'solution' for a supervised start)."""
+    """A file of JSON lines with "prompt" and "answer" (and "solution" for a supervised start), in place of a name. None:
+    `task.name` names the task."""
     prompt_template: str = "{prompt}"
-    """The text given to the tokenizer; {prompt} stands for the task's question, and other fields of an item go by their names, such as
-    chain_sum's {expression}; braces that are meant as such are written twice."""
+    """The text that the tokenizer gets. {prompt} stands for the task's question, and the other fields of an item are available by
+    name, such as {expression} of chain_sum. A literal brace is written twice."""
     chat_template: bool = False
-    """Wrap the prompt as a user message by the tokenizer's chat template."""
+    """Wrap the prompt as a user message with the tokenizer's chat template."""
     answer_template: str = "{answer}"
-    """The worked solution for supervised steps where the task itself brings none."""
+    """The reference solution of supervised steps, where the task itself has none."""
     reward: str | None = None
-    """module:function called as f(prompt: str, completion: str, item: dict) -> float; None: the task's own."""
+    """module:function, called as f(prompt: str, completion: str, item: dict) -> float. None: the task's own reward."""
     environment: str | None = None
-    """module:function called as f(turns: list[dict], item: dict) -> str | None after each turn of the policy, for rollouts.max_turns > 1;
-    its text is read as it stands, None ends the episode."""
+    """module:function, called as f(turns: list[dict], item: dict) -> str | None after each turn of the policy, for
+    rollouts.max_turns > 1. The policy reads the returned text as it is; when the function returns None, the episode ends. None:
+    episodes have one turn."""
     timeout_s: Seconds = 300.0
-    """For all rewards of a group, or one answer of the environment; after it the group has failed, and is drawn again."""
+    """Seconds for all rewards of a group, or for one answer of the environment. After that the group has failed and is sampled
+    again."""
     size: Positive = 1_000_000
-    """Number of different prompts drawn from a reasoning-gym task before it repeats."""
+    """Number of different prompts that a reasoning-gym task generates before it repeats them."""
 
 
 class Supervised(Section):
-    """Supervised steps on worked solutions before the first rollout; their result is kept in the run's folder."""
+    """Supervised steps on reference solutions before the first rollout. Their result is kept in the run's folder."""
 
     steps: NonNegative = 0
-    """0: start from the model as it is."""
+    """Number of supervised steps. 0: the run starts from the model as it is."""
     batch_size: Positive = 64
+    """Examples in one supervised step."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
+    """Learning rate at its peak, after the warm-up."""
     warmup_steps: NonNegative = 10
+    """Number of supervised steps over which the learning rate rises linearly."""
 
 
 class Rollouts(Section):
+    """How rollouts are sampled, and how old they may be."""
+
     prompts_per_step: Positive = 32
+    """Prompts that one training step consumes."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """Completions of each prompt. Together they are a group, whose rewards are compared."""
     max_staleness: NonNegative = 2
-    """The most policy versions between the sampling of a token and the step that consumes it."""
+    """Largest number of policy versions between the sampling of a token and the step that consumes it. 0: sampling and training
+    take turns."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
-    """From 0.01: below it vLLM samples at 0.01, which would be another policy than the one that the trainer scores."""
+    """Divides the logits, on the servers and in the trainer. At least 0.01: below it vLLM samples at 0.01, which would be another
+    policy than the one that the trainer scores."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
+    """Sample from the smallest set of tokens whose probabilities sum up to this value. 1: no limit."""
     top_k: NonNegative = 64
-    """0: no limit, which full sampling alone (top_p = 1) can have: a keep-set comes whole only when its size is bounded."""
+    """Sample from this many of the most probable tokens. 0: no limit, which needs top_p = 1, because a keep-set is complete only
+    when its size is bounded."""
     max_new_tokens: Positive = 1024
+    """Largest number of tokens of a completion."""
     stop_at_newline: bool = False
-    """End a completion at the first newline (beside the end-of-sequence token)."""
+    """End a completion at the first newline, in addition to the end-of-sequence token."""
     max_turns: Positive = 1
-    """Above 1: the task's environment may answer, and the policy goes on; its tokens carry no loss."""
+    """Largest number of the policy's turns in an episode. Above 1, the task's environment may answer between them; its tokens
+    carry no loss."""
     max_attempts: Positive = 3
-    """How often a prompt is drawn before it is dropped, when its rollouts break their contract or cannot be scored."""
+    """How often a prompt is sampled, when its rollouts break their contract or cannot be scored, before it is dropped."""
     keep_set_source: Literal["auto", "native", "processed_logprobs"] = "auto"
-    """auto: native on a GPU (vLLM's sampling mask), processed_logprobs on a CPU."""
+    """How the server reports keep-sets. native: by vLLM's sampling mask. processed_logprobs: by the log-probs after truncation.
+    auto: native on a GPU, processed_logprobs on a CPU."""
     max_keep_set: Positive = 64
-    """Widest set that processed_logprobs can carry; a wider one is refused as incomplete."""
+    """Largest keep-set that processed_logprobs can carry. A larger one is refused as incomplete."""
     concurrent_groups: NonNegative = 0
-    """Groups in flight; 0: as many as the staleness bound allows."""
+    """Largest number of groups that are sampled at the same time. 0: as many as `rollouts.max_staleness` allows."""
 
 
 class Servers(Section):
+    """The rollout servers."""
+
     engine: str = "vllm"
-    """The inference engine."""
+    """The inference engine of the servers; "vllm" is the one that comes with the program."""
     count: Positive = 1
+    """Number of servers."""
     host: str = "127.0.0.1"
+    """Address that servers on this machine listen on."""
     first_port: NonNegative = 0
-    """Servers listen on first_port, first_port + 1, ...; 0: free ports."""
+    """Servers listen on first_port, first_port + 1, and so on. 0: free ports are chosen."""
     tensor: Positive = 1
+    """Tensor-parallel size of each server."""
     max_num_seqs: Positive = 64
+    """Largest number of sequences that a server decodes at the same time."""
     kv_cache_gib: Positive = 1
-    """CPU servers."""
+    """GiB of a server's key-value cache, on a CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.85
+    """Fraction of a GPU's memory that a server uses, on a GPU."""
     threads: Positive = 1
-    """CPU threads of one server."""
+    """Number of CPU threads of each server."""
     start_timeout_s: Seconds = 600.0
+    """Seconds in which a server has to start."""
     request_timeout_s: Seconds = 600.0
+    """Seconds in which a server has to answer a request."""
     max_restarts: NonNegative = 3
-    """Of one server, before the run gives up on it."""
+    """How often one server is started again before the run continues without it."""
     extra_arguments: list[str] = []
-    """Passed on to the engine's server as they are."""
+    """Further arguments of the engine's server, passed on unchanged."""
 
 
 class WeightSync(Section):
+    """How new weights reach the servers, and how it is verified that they did."""
+
     transport: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on a GPU, gloo on a CPU."""
     bucket_mib: Positive = 64
+    """MiB of weights that are sent at a time."""
     timeout_s: Seconds = 300.0
+    """Seconds in which one update has to finish on all servers."""
     probe_prompts: Positive = 4
-    """After each sync, so many prompts are sampled as in training and scored by the trainer at equal weights."""
+    """Number of prompts that a probe samples after a sync, as in training, and that the trainer scores with equal weights."""
     probe_every: Positive = 1
-    """Steps between probes."""
+    """Steps between two probes."""
     probe_tolerance: Annotated[float, Field(gt=0.0)] | None = None
-    """Largest mean |log p_trainer - log p_rollout| of a probe; above it the server leaves the fleet. None: 1e-4 in float32, 0.1 in bfloat16."""
+    """Largest mean |log p_trainer - log p_rollout| of a probe. Above it the server is removed from the fleet. None: 1e-4 in
+    float32, 0.1 in bfloat16."""
 
 
 class Precision(Section):
     """Four-bit weights (NVFP4) in training and on the rollout servers."""
 
     training: Literal["full", "qat", "native"] = "full"
-    """full: `model.dtype`. qat: forward passes use weights that have been through NVFP4, which are those that the servers hold with
-    rollouts = "nvfp4"; gradients go straight through to the weights. native: Megatron's fp4 training by Transformer Engine's
-    NVFP4BlockScaling recipe, on Blackwell GPUs only."""
+    """full: `model.dtype`. qat: forward passes use weights that were rounded to NVFP4, which are those that the servers hold with
+    rollouts = "nvfp4"; gradients pass the rounding unchanged (straight-through). native: Megatron's fp4 training with Transformer
+    Engine's NVFP4BlockScaling recipe, on Blackwell GPUs only."""
     rollouts: Literal["full", "nvfp4"] = "full"
-    """nvfp4: the servers get packed NVFP4 weights: over NCCL into vLLM's NVFP4 layers; over Gloo, as on a CPU, they unpack them into
-    `model.dtype`."""
+    """full: `model.dtype`. nvfp4: the servers get packed NVFP4 weights. Over NCCL they go into vLLM's NVFP4 layers; over Gloo, as
+    on a CPU, the servers unpack them into `model.dtype`."""
     activations: Literal["full", "nvfp4"] = "full"
-    """nvfp4: with training = "qat", inputs of the quantised linear maps go through NVFP4, too (W4A4); gradients go straight through."""
+    """full: `model.dtype`. nvfp4: with training = "qat", the inputs of quantised linear maps are rounded to NVFP4 as well (W4A4);
+    gradients pass the rounding unchanged."""
     activation_amax: Annotated[float, Field(gt=0.0)] = 256.0
-    """The one magnitude that the global scale of all quantised activations comes from; larger inputs are cut off at it."""
+    """Largest magnitude of an activation, from which the global scale of all quantised activations follows. Larger inputs are
+    clipped."""
     modules: list[Literal["attention", "mlp", "experts"]] = ["attention", "mlp", "experts"]
-    """Which linear maps are quantised: those of attention, of dense MLPs and shared experts, of routed experts. Embeddings, output layer,
-    routers and norms never are."""
+    """Which linear maps are quantised: those of attention, those of dense MLPs and shared experts, those of routed experts.
+    Embeddings, output layer, routers and norms never are."""
     exclude: list[str] = []
-    """Modules that stay as they are, by Hugging Face names, whole segments from the first on: "model.layers.0", "model.layers.*.self_attn".
-    A segment may hold *, ? and [...]."""
+    """Modules that are not quantised, by their Hugging Face names or leading segments of them: "model.layers.0",
+    "model.layers.*.self_attn". A segment may contain *, ? and [...]."""
 
 
 class Checkpoint(Section):
+    """When the run's state is saved, and what is kept of it."""
+
     every: Positive = 20
-    """Steps between checkpoints; one is also written at the end and on Ctrl-C."""
+    """Steps between two checkpoints. One more is written at the end and on Ctrl-C."""
     keep: Positive = 2
+    """Number of checkpoints that are kept."""
     spool_steps: NonNegative | None = None
-    """Steps before the oldest kept checkpoint whose rollouts stay in the spool, to be looked into or trained again. None: all of them."""
+    """Number of steps before the oldest kept checkpoint whose rollouts stay in the spool, to be inspected or trained again. None:
+    all steps."""
     export: bool = True
-    """Write a Hugging Face folder at the end."""
+    """Write a Hugging Face folder at the end of the run."""
 
 
 class Metrics(Section):
+    """Where metrics are written, and what is measured in addition."""
+
     tensorboard: bool = True
+    """Write TensorBoard files into the run's folder."""
     wandb_project: str | None = None
+    """Project of Weights & Biases that metrics are sent to. None: they are not sent."""
     examples_per_step: NonNegative = 2
-    """Readable rollouts kept in the run's folder for each step."""
+    """Number of readable rollouts that are kept in the run's folder for each step."""
     entropy_full_tokens: NonNegative = 128
-    """Loss tokens of each microbatch on which the entropy over the whole vocabulary is measured."""
+    """Number of loss tokens of each microbatch on which the entropy over the whole vocabulary is measured."""
 
 
 class RoleNodes(Section):
-    """The nodes of one role. What is None here is taken from [slurm]."""
+    """The nodes of one role, trainer or rollouts. What is None here is taken from [slurm]."""
 
     nodes: Positive = 1
+    """Number of nodes."""
     gpus_per_node: NonNegative = 8
-    """GPUs of a node that the run uses; 0: none, the run computes on CPUs."""
+    """GPUs of a node that the run uses. 0: none, the run computes on CPUs."""
     partition: Word | None = None
+    """sbatch's --partition. None: `slurm.partition`."""
     constraint: Word | None = None
-    """Features that the nodes have to have, as sbatch's --constraint takes them."""
+    """Features that the nodes need, as sbatch's --constraint takes them. None: `slurm.constraint`."""
     environment: dict[str, str] = {}
-    """Variables of this role's processes alone, such as NCCL's; they win over the program's own choice."""
+    """Environment variables of this role's processes, such as NCCL's. They take precedence over the program's own choice."""
 
 
 class Slurm(Section):
-    """What a run asks of a cluster; `megatron-rl launch` reads it, a run on one machine does not. A site keeps what does not change from run
-    to run in one file with a [slurm] section: `launch --profile FILE`."""
+    """What a run asks of a cluster. `megatron-rl launch` reads it; a run on one machine does not.
+
+    A site keeps what does not change from run to run in one file with a [slurm] section: `launch --profile FILE`.
+    """
 
     trainer: RoleNodes = RoleNodes()
+    """The table [slurm.trainer]: the nodes of the trainer's ranks."""
     rollouts: RoleNodes = RoleNodes()
+    """The table [slurm.rollouts]: the nodes of the servers."""
     partition: Word | None = None
+    """sbatch's --partition. None: the site's default."""
     account: Word | None = None
+    """sbatch's --account. None: the site's default."""
     qos: Word | None = None
+    """sbatch's --qos. None: the site's default."""
     constraint: Word | None = None
+    """sbatch's --constraint, for both roles. None: any node."""
     time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$", coerce_numbers_to_str=True)] | None = None
-    """As sbatch takes it: minutes, hours:minutes:seconds, days-hours:minutes:seconds. None: the partition's own."""
+    """sbatch's --time: minutes, hours:minutes:seconds or days-hours:minutes:seconds. None: the partition's limit."""
     signal_before_end_s: Positive = 600
-    """So long before the time limit the job is told to finish its step, save and requeue itself. It has to cover the longest step and
-    the writing of a checkpoint."""
+    """Seconds before the time limit at which the job is told to finish its step, save and requeue itself. They have to cover the
+    longest step and the writing of a checkpoint."""
     requeue: bool = True
-    """After the time limit, a preemption or a failure: go on in the next life of the same job."""
-    max_lives_without_checkpoint: Positive = 3
-    """Lives of the job, one after the other, that end without a further checkpoint, before it no longer requeues itself."""
+    """After the time limit, a preemption or a failure, continue in the next attempt of the same job."""
+    max_attempts_without_checkpoint: Positive = 3
+    """Number of consecutive attempts of the job that end without a further checkpoint, after which it is no longer requeued."""
     exclusive: bool = True
     """Ask for whole nodes."""
     request_gpus: bool = True
-    """Ask for GPUs by --gpus-per-node; false where a site gives them with the node."""
+    """Ask for GPUs by --gpus-per-node. false: the site assigns GPUs together with the node."""
     arguments: list[Word] = []
     """Further arguments of sbatch for all components of the job, each as one word: "--reservation=name"."""
     prologue: str = ""
-    """Shell lines that run on the job's first node before anything else: modules, exports. What they export reaches every process."""
+    """Shell lines that run on the job's first node before anything else: modules, exports. What they export reaches every
+    process."""
     python: str | None = None
-    """The interpreter on the nodes or in the container. None: the one that runs `megatron-rl launch`."""
+    """The Python interpreter on the nodes or in the container. None: the one that runs `megatron-rl launch`."""
     interface: str | None = None
-    """The network interface that the processes of the run listen on and reach one another by, such as "ib0". None: whatever the first
-    node's host name means, and on the other nodes the interface on the way there."""
+    """The network interface that the processes of the run use to reach one another, such as "ib0". None: on the first node the
+    interface of its host name, on the other nodes the interface towards it."""
     container_image: str | None = None
-    """An image for pyxis and enroot; None: no container."""
+    """An image for pyxis and enroot. None: no container."""
     container_mounts: list[str] = []
-    """SOURCE:TARGET, as pyxis takes them; the run's folder and the folder of the submission are mounted anyway."""
+    """SOURCE:TARGET, as pyxis takes them. The run's folder and the folder of the submission are always mounted."""
     join_timeout_s: Seconds = 600.0
-    """For all nodes to join the run, the start of their containers included."""
+    """Seconds in which all nodes have to join the run, the start of their containers included."""

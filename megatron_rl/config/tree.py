@@ -31,6 +31,11 @@ LAST_PORT = 65535
 
 
 class Config(Section):
+    """The configuration of a run: one table of the TOML file for each field.
+
+    The rules between sections are checked at construction.
+    """
+
     run: Run
     model: Model
     task: Task
@@ -73,16 +78,19 @@ class Config(Section):
 
     @property
     def sequence_parallel(self) -> bool:
+        """Whether activations are split along the sequence over the tensor-parallel ranks."""
         asked = self.layout.sequence_parallel
         return self.layout.tensor > 1 if asked is None else asked
 
     @property
     def fingerprints(self) -> bool:
+        """Whether a checksum of every tensor is recorded after each step."""
         asked = self.run.fingerprints
         return self.run.deterministic if asked is None else asked
 
     @property
     def sampling(self) -> Sampling:
+        """How training rollouts are sampled."""
         r = self.rollouts
         return Sampling(temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, max_new_tokens=r.max_new_tokens)
 
@@ -95,22 +103,24 @@ class Config(Section):
 
     @property
     def transport(self) -> Literal["gloo", "nccl"]:
+        """How weights are sent to the servers."""
         asked = self.weight_sync.transport
         return asked if asked != "auto" else ("nccl" if self.device == "cuda" else "gloo")
 
     @property
     def servers_have_nvfp4_layers(self) -> bool:
-        """And take packed weights as they are. Gloo's engine unpacks them."""
+        """Whether the servers' NVFP4 layers take packed weights as they are; over Gloo the servers unpack them."""
         return self.precision.rollouts == "nvfp4" and self.transport == "nccl"
 
     @property
     def keep_set_source(self) -> Literal["native", "processed_logprobs"]:
-        """Which of the engine's two ways to tell a keep-set is used; one choice for the whole run."""
+        """In which of its two ways the inference engine reports keep-sets; one choice for the whole run."""
         asked = self.rollouts.keep_set_source
         return asked if asked != "auto" else ("native" if self.device == "cuda" else "processed_logprobs")
 
     @property
     def rollouts_per_step(self) -> int:
+        """Rollouts that one training step consumes."""
         return self.rollouts.prompts_per_step * self.rollouts.samples_per_prompt
 
     @property
@@ -120,6 +130,7 @@ class Config(Section):
 
     @property
     def probe_tolerance(self) -> float:
+        """Largest mean |log p_trainer - log p_rollout| of a probe."""
         asked = self.weight_sync.probe_tolerance
         return asked if asked is not None else (1e-4 if self.model.dtype == "float32" else 0.1)
 
@@ -142,13 +153,13 @@ def layout_values(layout: Layout) -> dict[str, int | None]:
 
 def _one_model(c: Config) -> str | None:
     if (c.model.path is None) == (c.model.architecture is None):
-        return "model: give either path or architecture"
+        return "model: give either path or architecture, and not both"
     return None
 
 
 def _one_task(c: Config) -> str | None:
     if (c.task.name is None) == (c.task.file is None):
-        return "task: give either name (a reasoning-gym task) or file (JSON lines)"
+        return "task: give either name (a reasoning-gym task) or file (JSON lines), and not both"
     return None
 
 
@@ -186,46 +197,59 @@ def _keep_sets_are_bounded(c: Config) -> str | None:
     r = c.rollouts
     if r.top_p < 1.0 and r.top_k == 0:
         return (
-            f"rollouts.top_p = {r.top_p} with top_k = 0: the engine returns whole keep-sets only up to a size; set top_k, 64 say"
+            f"rollouts.top_p = {r.top_p} with top_k = 0: keep-sets are complete only up to a bounded size; set rollouts.top_k, "
+            "for example 64"
         )
     if c.keep_set_source == "processed_logprobs" and r.top_k > r.max_keep_set:
-        return f"rollouts.top_k = {r.top_k} is above rollouts.max_keep_set = {r.max_keep_set}: sets could not be complete"
+        return (
+            f"rollouts.top_k = {r.top_k} is above rollouts.max_keep_set = {r.max_keep_set}: keep-sets would be incomplete; "
+            "raise max_keep_set"
+        )
     return None
 
 
 def _correction_counts_once(c: Config) -> str | None:
     if c.objective.old_policy == "rollout" and c.objective.correction != "none":
         return (
-            "objective.old_policy = 'rollout' makes r = p / p_rollout carry the whole correction; with "
-            f"objective.correction = '{c.objective.correction}' it would be counted twice: set it to 'none'"
+            "objective.old_policy = 'rollout': r = p / p_rollout already contains the whole correction; "
+            f"objective.correction = '{c.objective.correction}' would apply it twice, so set it to 'none'"
         )
     return None
 
 
 def _correction_range(c: Config) -> str | None:
     if c.objective.correction_low >= c.objective.correction_high:
-        return f"objective.correction_low = {c.objective.correction_low} has to be below correction_high = {c.objective.correction_high}"
+        return (
+            f"objective.correction_low = {c.objective.correction_low} has to be below objective.correction_high = "
+            f"{c.objective.correction_high}"
+        )
     return None
 
 
 def _split_divides(c: Config) -> str | None:
     if c.rollouts.prompts_per_step % c.trainer.updates_per_step:
         return (
-            f"rollouts.prompts_per_step = {c.rollouts.prompts_per_step} is not a multiple of "
-            f"trainer.updates_per_step = {c.trainer.updates_per_step}"
+            f"rollouts.prompts_per_step = {c.rollouts.prompts_per_step} is not a multiple of trainer.updates_per_step = "
+            f"{c.trainer.updates_per_step}"
         )
     return None
 
 
 def _ports_exist(c: Config) -> str | None:
     if c.servers.first_port + c.servers.count - 1 > LAST_PORT:
-        return f"servers.first_port = {c.servers.first_port} with servers.count = {c.servers.count} goes beyond port {LAST_PORT}; 0 takes free ports"
+        return (
+            f"servers.first_port = {c.servers.first_port} with servers.count = {c.servers.count} exceeds port {LAST_PORT}; "
+            "lower it, or set it to 0, which chooses free ports"
+        )
     return None
 
 
 def _turns_need_environment(c: Config) -> str | None:
     if c.rollouts.max_turns > 1 and c.task.environment is None:
-        return f"rollouts.max_turns = {c.rollouts.max_turns} needs task.environment, a function that answers the policy's turns"
+        return (
+            f"rollouts.max_turns = {c.rollouts.max_turns} needs task.environment, the function that answers the policy; set it, "
+            "or max_turns = 1"
+        )
     return None
 
 
@@ -233,14 +257,18 @@ def _ranks_outwait_an_update(c: Config) -> str | None:
     if c.trainer.collective_timeout_s <= c.weight_sync.timeout_s:
         return (
             f"trainer.collective_timeout_s = {c.trainer.collective_timeout_s:g} is not above weight_sync.timeout_s = "
-            f"{c.weight_sync.timeout_s:g}: the other ranks wait in a collective while the first one updates the servers"
+            f"{c.weight_sync.timeout_s:g}: the other ranks wait in a collective while rank 0 updates the servers; raise the "
+            "former"
         )
     return None
 
 
 def _learning_rates(c: Config) -> str | None:
     if c.optimizer.min_learning_rate > c.optimizer.learning_rate:
-        return "optimizer.min_learning_rate is above optimizer.learning_rate"
+        return (
+            f"optimizer.min_learning_rate = {c.optimizer.min_learning_rate:g} is above optimizer.learning_rate = "
+            f"{c.optimizer.learning_rate:g}"
+        )
     return None
 
 
@@ -249,14 +277,13 @@ def _optimizer_settings_are_used(c: Config) -> str | None:
     for name, value in c.optimizer:
         if isinstance(value, Section) and name != c.optimizer.name and value != type(value)():
             return (
-                f"optimizer.{name} is given, but optimizer.name = '{c.optimizer.name}'; "
-                f"set it to '{name}', or leave the section out"
+                f"optimizer.{name} is given, but optimizer.name = '{c.optimizer.name}'; set it to '{name}', or remove the section"
             )
     return None
 
 
 def _same_weights_on_both_sides(c: Config) -> str | None:
-    """Whoever wants trainer and servers to differ, to see what it does, says by how much."""
+    """Trainer and servers may differ on purpose, to see the effect; the tolerance then says by how much."""
     quantised = [
         side
         for side, value in (("training", c.precision.training), ("rollouts", c.precision.rollouts))
@@ -264,8 +291,9 @@ def _same_weights_on_both_sides(c: Config) -> str | None:
     ]
     if len(quantised) == 1 and c.weight_sync.probe_tolerance is None:
         return (
-            f"precision.training = '{c.precision.training}' with precision.rollouts = '{c.precision.rollouts}': trainer and servers hold "
-            "different weights; use 'qat' with 'nvfp4', or set weight_sync.probe_tolerance to the difference that you accept"
+            f"precision.training = '{c.precision.training}' with precision.rollouts = '{c.precision.rollouts}': trainer and "
+            "servers hold different weights; use 'qat' together with 'nvfp4', or set weight_sync.probe_tolerance to the "
+            "difference that you accept"
         )
     return None
 
@@ -278,8 +306,9 @@ def _activations_have_their_mode(c: Config) -> str | None:
         return f"precision.activations = 'nvfp4' needs precision.training = 'qat', not '{p.training}'"
     if c.weight_sync.probe_tolerance is None:
         return (
-            "precision.activations = 'nvfp4': servers quantise activations by vLLM's FP4 kernels alone, which are for Blackwell GPUs and weights over "
-            "nccl; all others multiply whole ones; set weight_sync.probe_tolerance to the difference that you accept"
+            "precision.activations = 'nvfp4': only servers with vLLM's FP4 kernels (Blackwell GPUs, weights over nccl) "
+            "quantise activations; all others multiply them in full precision; set weight_sync.probe_tolerance to the "
+            "difference that you accept"
         )
     return None
 
@@ -287,8 +316,9 @@ def _activations_have_their_mode(c: Config) -> str | None:
 def _packed_weights_have_a_taker(c: Config) -> str | None:
     if c.servers_have_nvfp4_layers and c.model.dtype != "bfloat16":
         return (
-            f"precision.rollouts = 'nvfp4' over nccl with model.dtype = '{c.model.dtype}': vLLM's NVFP4 layers multiply in bfloat16; set "
-            "model.dtype = 'bfloat16', or weight_sync.transport = 'gloo', whose engine unpacks the weights"
+            f"precision.rollouts = 'nvfp4' over nccl with model.dtype = '{c.model.dtype}': vLLM's NVFP4 layers multiply in "
+            "bfloat16; set model.dtype = 'bfloat16', or weight_sync.transport = 'gloo', which unpacks the weights on the "
+            "servers"
         )
     return None
 
@@ -299,18 +329,33 @@ def _native_fp4_has_a_gpu(c: Config) -> str | None:
     return None
 
 
-def _trained_mtp_is_whole(c: Config) -> str | None:
+def _trained_mtp_is_in_full_precision(c: Config) -> str | None:
     if c.model.mtp == "trained" and c.precision.training != "full":
         return (
-            f"model.mtp = 'trained' with precision.training = '{c.precision.training}': layers for multi-token prediction have no NVFP4 form here; "
-            "leave them 'carried'"
+            f"model.mtp = 'trained' with precision.training = '{c.precision.training}': layers for multi-token prediction "
+            "cannot be quantised; set model.mtp = 'carried'"
         )
     return None
 
 
 _RULES = (
-    _one_model, _one_task, _layout_divides, _completion_fits, _sequence_fits_microbatch, _keep_sets_are_bounded, _correction_counts_once,
-    _correction_range, _split_divides, _ranks_outwait_an_update, _learning_rates, _optimizer_settings_are_used, _ports_exist,
-    _turns_need_environment, _same_weights_on_both_sides, _activations_have_their_mode, _packed_weights_have_a_taker, _native_fp4_has_a_gpu,
-    _trained_mtp_is_whole,
-)  # fmt: skip
+    _one_model,
+    _one_task,
+    _layout_divides,
+    _completion_fits,
+    _sequence_fits_microbatch,
+    _keep_sets_are_bounded,
+    _correction_counts_once,
+    _correction_range,
+    _split_divides,
+    _ranks_outwait_an_update,
+    _learning_rates,
+    _optimizer_settings_are_used,
+    _ports_exist,
+    _turns_need_environment,
+    _same_weights_on_both_sides,
+    _activations_have_their_mode,
+    _packed_weights_have_a_taker,
+    _native_fp4_has_a_gpu,
+    _trained_mtp_is_in_full_precision,
+)

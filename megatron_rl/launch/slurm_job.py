@@ -34,7 +34,7 @@ def run_attempt(folder: RunFolder) -> int:
     """
     config = folder.config()
     with folder.claimed():
-        count_attempt(folder, config.slurm.max_lives_without_checkpoint)
+        count_attempt(folder, config.slurm.max_attempts_without_checkpoint)
         prepare_model(folder.config_file, folder)
         Spool(folder.path).create()
         machines = ClusterMachines(config, folder, job_attempt())
@@ -60,8 +60,8 @@ def count_attempt(folder: RunFolder, most: int) -> None:
     if number > most:
         raise ConfigError(
             f"the last {most} attempts of this job have all begun at step {step} and ended without a further checkpoint "
-            f"(slurm.max_lives_without_checkpoint): see {folder.logs}/events.log; `megatron-rl launch {folder.config_file} --resume` "
-            "submits the run again"
+            f"(slurm.max_attempts_without_checkpoint): see {folder.logs}/events.log; `megatron-rl launch {folder.config_file} "
+            "--resume` submits the run again"
         )
     write_atomically(folder.attempts_file, json.dumps({"step": step, "lives": number}).encode())
 

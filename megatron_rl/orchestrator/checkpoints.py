@@ -67,7 +67,7 @@ def restore(config: Config, folder: RunFolder, say: Callable[[str], None]) -> tu
     A broken one is put aside under another name, and said. Nothing is lost by going further back: the steps in between are done
     again from their recorded plans.
     """
-    for step, path in reversed(folder.whole_checkpoints()):
+    for step, path in reversed(folder.complete_checkpoints()):
         try:
             return read_checkpoint(path, config), step
         except BrokenCheckpointError as error:

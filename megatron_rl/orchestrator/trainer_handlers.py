@@ -81,10 +81,10 @@ class TrainerHandlers:
         final = context.folder.checkpoint(report.step)
         seal_checkpoint(staging, final, report.step, context.state)
         context.saved_step = report.step
-        for _, old in context.folder.whole_checkpoints()[: -checkpoint.keep]:
+        for _, old in context.folder.complete_checkpoints()[: -checkpoint.keep]:
             shutil.rmtree(old)
         if checkpoint.spool_steps is not None:
-            oldest, _ = context.folder.whole_checkpoints()[0]
+            oldest, _ = context.folder.complete_checkpoints()[0]
             await asyncio.to_thread(context.spool.forget, oldest - checkpoint.spool_steps)
         context.observe.event(f"checkpoint: {final}")
         await context.changes.notify()

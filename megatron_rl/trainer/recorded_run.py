@@ -19,7 +19,7 @@ def starting_steps(run: RunFolder, recorded: Sequence[int]) -> list[int]:
     """Those of the recorded steps before which the trainer's state is known: the run's start and the kept checkpoints."""
     config = run.config()
     starts = [0] if not config.supervised.steps or run.supervised_seal.exists() else []
-    return sorted({*starts, *(step for step, _ in run.whole_checkpoints())} & set(recorded))
+    return sorted({*starts, *(step for step, _ in run.complete_checkpoints())} & set(recorded))
 
 
 def starts_leading_to(step: int, starts: Sequence[int], recorded: Sequence[int]) -> list[int]:

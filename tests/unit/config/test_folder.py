@@ -92,5 +92,5 @@ def test_checkpoints_are_ordered_by_step_and_half_written_ones_passed_over(tmp_p
     assert folder.latest_checkpoint() is None
     for name in ("step_000009", "step_000010", "step_1000000", "step_000011.part", ".step_000012"):
         (folder.checkpoints / name).mkdir(parents=True)
-    assert [step for step, _ in folder.whole_checkpoints()] == [9, 10, 1000000]
+    assert [step for step, _ in folder.complete_checkpoints()] == [9, 10, 1000000]
     assert folder.latest_checkpoint() == (1000000, folder.checkpoint(1000000))

@@ -85,7 +85,7 @@ def test_unknown_keys_fail_with_the_nearest_known(toml):
     assert "rollouts.top_pp: unknown key; did you mean top_p?" in message(toml(), ["--rollouts.top_pp", "0.5"])
     assert "unknown key" in message(toml(), ["--rolouts.top_p", "0.5"])
     assert "did you mean rollouts" in message(toml(), ["--rolouts.top_p", "0.5"])
-    assert "known here: path, architecture, dtype" in message(toml(), ["--model.zzz", "1"])
+    assert "this section has: path, architecture, dtype" in message(toml(), ["--model.zzz", "1"])
 
 
 def test_all_faults_are_said_at_once_with_their_values(toml):
@@ -102,7 +102,7 @@ def test_a_value_of_the_wrong_type_is_refused_not_converted(toml):
 
 def test_missing_sections_and_files(toml, tmp_path):
     text = message(toml("[run]\nname = 'r'\n"))
-    for part in ("run.steps: has to be given", "model: has to be given", "task: has to be given"):
+    for part in ("run.steps: is missing", "model: is missing", "task: is missing"):
         assert part in text
     assert "cannot be read" in message(tmp_path / "absent.toml")
     assert "not valid TOML" in message(toml("[run\n"))

@@ -26,16 +26,16 @@ REFUSED = [
     ({"rollouts": {"max_new_tokens": 4096}}, "leaves no room for a prompt"),
     ({"trainer": {"max_tokens_per_microbatch": 4095}}, "never split over microbatches"),
     ({"rollouts": {"keep_set_source": "processed_logprobs", "top_k": 65}}, "top_k = 65"),
-    ({"objective": {"old_policy": "rollout"}}, "counted twice"),
-    ({"objective": {"correction_low": 2.0}}, "has to be below correction_high"),
+    ({"objective": {"old_policy": "rollout"}}, "would apply it twice"),
+    ({"objective": {"correction_low": 2.0}}, "has to be below objective.correction_high"),
     ({"trainer": {"updates_per_step": 3}}, "not a multiple"),
     ({"trainer": {"collective_timeout_s": 300}}, "collective_timeout_s = 300 is not above weight_sync.timeout_s = 300"),
-    ({"servers": {"first_port": 65535, "count": 2}}, "goes beyond port 65535"),
+    ({"servers": {"first_port": 65535, "count": 2}}, "exceeds port 65535"),
     ({"optimizer": {"learning_rate": float("inf")}}, "finite"),
     ({"servers": {"request_timeout_s": float("inf")}}, "finite"),
     ({"optimizer": {"min_learning_rate": 1.0}}, "min_learning_rate"),
     ({"optimizer": {"muon": {"qk_clip": 100.0}}}, "optimizer.name = 'adamw'"),
-    ({"precision": {"training": "qat"}}, "use 'qat' with 'nvfp4', or set weight_sync.probe_tolerance"),
+    ({"precision": {"training": "qat"}}, "use 'qat' together with 'nvfp4', or set weight_sync.probe_tolerance"),
     ({"precision": {"rollouts": "nvfp4"}}, "trainer and servers hold different weights"),
     ({"precision": {"activations": "nvfp4"}}, "needs precision.training = 'qat', not 'full'"),
     ({"run": {"device": "cpu"}, "precision": W4A4}, "set weight_sync.probe_tolerance to the difference"),
@@ -47,7 +47,7 @@ REFUSED = [
         {"run": {"device": "cuda"}, "model": {"dtype": "float32"}, "precision": {"training": "qat", "rollouts": "nvfp4"}},
         "set model.dtype = 'bfloat16'",
     ),
-    ({"run": {"device": "cuda"}, "precision": W4A4, "weight_sync": {"transport": "gloo"}}, "all others multiply whole ones"),
+    ({"run": {"device": "cuda"}, "precision": W4A4, "weight_sync": {"transport": "gloo"}}, "all others multiply them in full precision"),
 ]
 
 
@@ -61,7 +61,7 @@ def test_what_could_not_run_is_refused(sections, says):
 def test_several_broken_rules_are_said_together():
     with pytest.raises(ValidationError) as caught:
         make(objective={"old_policy": "rollout"}, trainer={"updates_per_step": 3})
-    assert "counted twice" in str(caught.value) and "not a multiple" in str(caught.value)
+    assert "would apply it twice" in str(caught.value) and "not a multiple" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_dry_run_prints_everything_and_starts_nothing(tmp_path):
         (("--task.name", "chain_sun"), "chain_sum"),
         (("--task.reward", "no_such_module:f"), "no_such_module"),
         (("--resume",), "holds no run to resume"),
-        (("steps", "5"), "overrides are written --section.key value"),
+        (("steps", "5"), "write overrides as --section.key value"),
     ],
 )
 def test_bad_input_is_named(tmp_path, words, expected):

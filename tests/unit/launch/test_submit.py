@@ -151,7 +151,7 @@ def test_a_bad_profile_is_named(tmp_path, text, expected):
         (["--slurm.partition", "x\n#SBATCH --wrap=evil"], "slurm.partition"),
         (["--slurm.account", "a b; $(touch x)"], "slurm.account"),
         (["--slurm.arguments", '["--nice", "--comment=a b"]'], "slurm.arguments"),
-        (["--slurm.trainer.gpus", "8"], "slurm.trainer.gpus: unknown key; known here: nodes, gpus_per_node"),
+        (["--slurm.trainer.gpus", "8"], "slurm.trainer.gpus: unknown key; this section has: nodes, gpus_per_node"),
         (["--sweep", "optimizer.learning_rate=3"], "written as --sweep"),
         (["--sweep", "optimizer.learning_rat=[3.0]"], "did you mean learning_rate?"),
         (["--resume"], "holds no run to resume"),

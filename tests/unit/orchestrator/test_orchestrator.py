@@ -31,7 +31,7 @@ def test_every_step_is_trained_once_within_the_bound_and_the_ledger_adds_up(tmp_
     assert len(trained) == 6 * 3 * 2 and len(set(trained)) == 6 * 3
     assert max(b["staleness_max"] for b in fake.observer.batches) <= 1
     fake.orchestrator.context.state.ledger.check()
-    assert [step for step, _ in fake.folder.whole_checkpoints()] == [4, 6]
+    assert [step for step, _ in fake.folder.complete_checkpoints()] == [4, 6]
 
 
 def test_generation_runs_ahead_but_no_further_than_the_bound(tmp_path):
