@@ -19,8 +19,8 @@ class RunFolder:
     """The folder of one run.
 
     It contains lock, config.toml, model/, model_contract.json, nvfp4_model/, spool/, checkpoints/, logs/, metrics.jsonl,
-    tensorboard/, rollouts/, scores/, fingerprints/, replays/, attributions/, status.json, requests/, summary.json, export/, and for a job of Slurm
-    job.sbatch, job.json, lives.json and orchestrator.json.
+    tensorboard/, rollouts/, scores/, fingerprints/, replays/, attributions/, status.json, requests/, summary.json, export/, and
+    for a job of Slurm job.sbatch, job.json, lives.json and orchestrator.json.
     """
 
     path: Path

@@ -174,7 +174,7 @@ class Optimizer(Section):
     """Norm that larger gradients are scaled down to. 0: no clipping."""
 
     def update_settings(self) -> list[Any]:
-        """What an update at a given learning rate depends on: plain values, and the chosen optimizer's own section, if it has one."""
+        """What an update at a given learning rate depends on: plain values, and the chosen optimizer's own section, if any."""
         shared = [self.weight_decay, self.beta1, self.beta2]
         own = {"muon": self.muon}.get(self.name)
         return shared if own is None else [*shared, own.relative_to(self.learning_rate)]
