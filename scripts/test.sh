@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sets everything up, then runs the gates of scripts/lint.sh and the tests.
 #
-#   bash scripts/test.sh                                   # all that this machine can run
-#   bash scripts/test.sh tests/unit -k keep_set            # what pytest is told
+#   bash scripts/test.sh                                   # all that this machine can run; docs/developing says how long a part takes
+#   bash scripts/test.sh tests/unit -k keep_set            # what pytest is given; without the gates
 #   bash scripts/test.sh -m slow                           # the tests that take minutes each, which the first command leaves out
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,6 +12,15 @@ venv=${VENV:-.venv}
 # than they bring.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 status=0
-bash scripts/lint.sh || status=$?
-"$venv/bin/python" -m pytest "$@" || status=$?
+tests() { "$venv/bin/python" -m pytest --durations=25 --durations-min=1 "$@" || status=$?; }
+# One process of tests for each core; what they test starts none that would compete, so they run side by side.
+side_by_side() { tests --numprocesses "$(nproc)" --dist worksteal "$@"; }
+
+if (($# > 0)); then
+    tests "$@"
+else
+    bash scripts/lint.sh || status=$?
+    side_by_side tests/architecture tests/unit
+    tests tests/distributed tests/e2e tests/gpu
+fi
 exit "$status"

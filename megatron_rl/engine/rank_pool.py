@@ -26,11 +26,19 @@ class RankPool:
     """`size` processes on this machine's CPU; `run(case, ...)` calls case(rank, ...) in each, and returns their answers.
 
     They begin with the first case, or with `start`, which does not wait for them; they end with `close`, and with this process.
-    log_file: where their output goes; None: to this process's.
     """
 
-    def __init__(self, size: int, log_file: Path | None = None) -> None:
-        self.size, self._log_file = size, log_file
+    def __init__(self, size: int, log_file: Path | None = None, *, forked: bool = True) -> None:
+        """Nothing is started yet.
+
+        Args:
+            size: Number of ranks.
+            log_file: Where their output goes; None: to this process's.
+            forked: Fork the ranks from one process that has imported torch and Megatron-Core, which serves all pools of this
+                process: ten seconds of CPU once, and not once a rank. False: each rank is a new Python, whose resident memory
+                is that of a rank of a run.
+        """
+        self.size, self._log_file, self._forked = size, log_file, forked
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
 
@@ -55,12 +63,15 @@ class RankPool:
     def start(self) -> None:
         if self._processes:
             return
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver" if self._forked else "spawn")
+        if self._forked:
+            context.set_forkserver_preload(["megatron_rl.engine.rank_imports"])
         with socket.create_server((_HOST, 0)) as listener:  # bound here, so that nobody else can take the port meanwhile
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
                 rendezvous = listener if rank == 0 else listener.getsockname()[1]
-                process = context.Process(target=_serve, args=(rank, self.size, rendezvous, theirs, self._log_file))
+                serving = (rank, self.size, rendezvous, theirs, self._log_file, dict(os.environ))
+                process = context.Process(target=_serve, args=serving)
                 process.start()
                 theirs.close()  # so that the end of a rank is seen as the end of its pipe
                 self._processes.append(process)
@@ -86,21 +97,32 @@ def _answer(pipe: Connection) -> tuple[str | None, Any]:
         return "its process ended", None
 
 
-def _serve(rank: int, size: int, rendezvous: socket.socket | int, pipe: Connection, log_file: Path | None) -> None:
-    """rendezvous: the socket at which rank 0 serves the store, its port for the others."""
+def _serve(
+    rank: int, size: int, rendezvous: socket.socket | int, pipe: Connection, log_file: Path | None, environment: dict[str, str]
+) -> None:
+    """The life of one rank.
+
+    Args:
+        rank: Its number.
+        size: Number of ranks.
+        rendezvous: The socket at which rank 0 serves the store; its port for the others.
+        pipe: Cases come in, answers go out.
+        log_file: Where the output goes.
+        environment: That of the asking process now. The process that forks this one has that of its own start.
+    """
     if log_file is not None:
         log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for devices
+    os.environ.clear()
+    os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
     import torch
     import torch.distributed as dist
 
-    from megatron_rl.engine.groups import choose_device
+    import megatron_rl.engine.rank_imports  # noqa: F401 - a forked rank has it already
 
     torch.set_num_threads(1)
-    choose_device()
     is_socket = isinstance(rendezvous, socket.socket)
     store = serve_store(_HOST, TIMEOUT_S, rendezvous) if is_socket else join_store(_HOST, rendezvous, TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

@@ -119,7 +119,7 @@ def _is_settled(runs: list[RankMeasurement]) -> bool:
 
 def _run(config: Config, case: Case) -> RankMeasurement:
     """The slowest and the fullest of its ranks. Fresh processes: memory that an earlier case left behind would count as this one's."""
-    with TemporaryDirectory() as folder, RankPool(case.candidate.layout.world_size, Path(folder) / "log") as world:
+    with TemporaryDirectory() as folder, RankPool(case.candidate.layout.world_size, Path(folder) / "log", forked=False) as world:
         ranks = world.run(measure, config, case.num_sequences, SEQUENCE // 2, SEQUENCE // 2)
     return RankMeasurement(max(rank.step_s for rank in ranks), max(rank.peak_bytes for rank in ranks))
 

@@ -10,6 +10,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[REPORT] = []
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In a process of pytest-xdist: hand over what it measured."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["report"] = session.config.stash[REPORT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    """A process of pytest-xdist has ended, or died without its output."""
+    node.config.stash[REPORT] += getattr(node, "workeroutput", {}).get("report", [])
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for title, lines in config.stash[REPORT]:
         terminalreporter.section(title)

@@ -2,17 +2,18 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from megatron_rl.config import RunFolder
 from megatron_rl.metrics import read_rows
 from megatron_rl.metrics.catalogue import unknown_names
+from tests.e2e.runs import PROGRAM
+from tests.e2e.runs import run as call
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "model_configs" / "tiny-moe-cpu.toml"
@@ -54,37 +55,27 @@ def eventually(condition, timeout_s: float) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> RunFolder:
-    """Two steps, then a resume to three."""
-    folder = tmp_path_factory.mktemp("runs") / "two-steps"
-    first = train(folder)
-    assert first.returncode == 0, first.stdout + first.stderr
-    assert not processes_of(folder)
-    return RunFolder(folder)
-
-
-def test_every_token_comes_with_its_keep_set_and_routes_and_both_sides_agree(run):
-    summary = json.loads(run.summary_file.read_text())
-    assert summary["steps"] == 2
+def test_every_token_comes_with_its_keep_set_and_routes_and_both_sides_agree(recorded):
+    summary = json.loads(recorded.summary_file.read_text())
+    assert summary["steps"] == 3
     assert summary["keep_set_coverage"] == 1.0 and summary["routing_coverage"] == 1.0
     # fp32, sampled and scored at equal weights: what is left is rounding of another order of sums
     assert summary["abs_dlogp_mean"] < 1e-5
     assert abs(summary["ratio_mean"] - 1.0) < 1e-4
 
 
-def test_the_export_is_a_model_that_transformers_loads_with_other_weights_than_the_start(run):
+def test_the_export_is_a_model_that_transformers_loads_with_other_weights_than_the_start(recorded):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    exported = AutoModelForCausalLM.from_pretrained(run.export, dtype=torch.float32)
-    started = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
-    ids = torch.tensor([AutoTokenizer.from_pretrained(run.export)("12 + 30=").input_ids])
+    exported = AutoModelForCausalLM.from_pretrained(recorded.export, dtype=torch.float32)
+    started = AutoModelForCausalLM.from_pretrained(recorded.model, dtype=torch.float32)
+    ids = torch.tensor([AutoTokenizer.from_pretrained(recorded.export)("12 + 30=").input_ids])
     with torch.no_grad():
         assert (exported(ids).logits - started(ids).logits).abs().max() > 1e-3
 
 
-def test_the_export_holds_the_trainers_weights_to_the_bit(run, tmp_path):
+def test_the_export_holds_the_trainers_weights_to_the_bit(recorded, tmp_path):
     from safetensors.torch import load_file
 
     words = [
@@ -93,28 +84,31 @@ def test_the_export_holds_the_trainers_weights_to_the_bit(run, tmp_path):
         "megatron_rl.launch.cli",
         "convert",
         "megatron-to-hf",
-        str(run.checkpoint(2)),
+        str(recorded.checkpoint(3)),
         str(tmp_path / "converted"),
     ]
     converted = subprocess.run(words, capture_output=True, text=True, timeout=200, cwd=REPOSITORY, check=False)
     assert converted.returncode == 0, converted.stdout + converted.stderr
-    mine, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "converted", run.export))
+    mine, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "converted", recorded.export))
     assert mine.keys() == theirs.keys() and all((mine[name] == theirs[name]).all() for name in mine)
 
 
-def test_a_finished_run_goes_on_to_more_steps(run):
-    resumed = train(run.path, "--resume", "--run.steps", "3")
+def test_a_finished_run_goes_on_to_more_steps(recorded, tmp_path):
+    run = RunFolder(tmp_path / "more-steps")
+    shutil.copytree(recorded.path, run.path, symlinks=True)
+    words = ["--run.folder", str(tmp_path), "--run.name", run.path.name, "--resume", "--run.steps", "4"]
+    resumed = call([*PROGRAM, "train", str(run.config_file), *words])
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     rows = read_rows(run.metrics_file)
     assert unknown_names({name for row in [*rows, *read_rows(run.metrics_file, "supervised")] for name in row.values}) == []
-    assert [row.step for row in rows] == [0, 1, 2]
-    assert rows[2].values["staleness_max"] <= 2  # of groups that were buffered when the first run ended
-    saved = json.loads((run.checkpoint(3) / "orchestrator.json").read_text())
-    assert saved["ledger"]["trained_prompts"] == 3 * 4
+    assert [row.step for row in rows] == [0, 1, 2, 3]
+    assert rows[3].values["staleness_max"] <= 2  # of groups that were buffered when the first run ended
+    saved = json.loads((run.checkpoint(4) / "orchestrator.json").read_text())
+    assert saved["ledger"]["trained_prompts"] == 4 * 2
 
 
-def test_an_existing_run_is_not_overwritten(run):
-    refused = train(run.path)
+def test_an_existing_run_is_not_overwritten(recorded):
+    refused = train(recorded.path)
     assert refused.returncode == 2 and "--resume" in refused.stderr
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.conversion import hf_to_megatron, megatron_to_hf
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.topology import Layout
-from tests.distributed.engine.rank_pool import RankPool
 from tests.distributed.weight_mapping.family_cases import MAX_TOKENS, examples_of, run_family
 from tests.distributed.weight_mapping.transformers_model import save_random
 

@@ -28,14 +28,13 @@ ROUNDING = 1e-5
 
 
 @pytest.fixture(scope="module")
-def attributed(tmp_path_factory):
+def attributed(tmp_path_factory, one: RankPool, two: RankPool):
     """(step, fault) -> its attribution. All share the record and the processes."""
     config = load_config(CONFIG)
     config = shrunk_config(config, shrink_model(hf_config_of(config), CHECK_SIZES), Layout(2))
     run = RunFolder(tmp_path_factory.mktemp("attribution") / "run")
     cases.record_steps(run, config)
-    with RankPool(2) as two, RankPool(1) as one, pytest.MonkeyPatch.context() as patch:
-        two.start(), one.start()
+    with pytest.MonkeyPatch.context() as patch:
 
         def run_ranks(asked, config, folder, job):
             return {1: one, 2: two}[config.layout.world_size].run(cases.score, asked.run.path, config, job)[0]

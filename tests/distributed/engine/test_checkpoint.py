@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import LEARNING_RATE, Setting
 from tests.distributed.engine.checkpoint_cases import broken_loads, refusals, resume, save_and_go_on
-from tests.distributed.engine.rank_pool import RankPool
 
 SAVED_AT = {
     "tp2 pp2 ep2": Setting(layout=Layout(4, tp=2, pp=2, ep=2)),

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import Setting
-from tests.distributed.engine.rank_pool import RankPool
 from tests.distributed.engine.step_cases import sequence_level_step, step_with_an_unpadded_sequence
 from tests.distributed.engine.test_parity import assert_same_gradients
 

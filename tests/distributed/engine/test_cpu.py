@@ -1,6 +1,6 @@
 """The stand-in for CUDA, where it shows only in a process of its own."""
 
-from tests.distributed.engine.rank_pool import RankPool
+from megatron_rl.engine.rank_pool import RankPool
 
 
 def compiled_graphs(rank: int) -> int:

@@ -4,8 +4,8 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_rl.engine.groups import parallel_layout
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.topology import Layout
-from tests.distributed.engine.rank_pool import RankPool
 
 TIMEOUT_S = 77.0
 """Neither a whole number of minutes, which is how Megatron takes it, nor a default."""

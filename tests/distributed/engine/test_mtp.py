@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.topology import Layout
 from megatron_rl.weight_mapping import ParameterTable
 from tests.distributed.engine.cases import Setting
@@ -25,7 +26,6 @@ from tests.distributed.engine.mtp_cases import (
     stepped,
 )
 from tests.distributed.engine.mtp_oracle import expected_ahead
-from tests.distributed.engine.rank_pool import RankPool
 from tests.distributed.engine.subject import CONFIGS, weights_of
 from tests.distributed.engine.test_parity import (
     GRADIENT,

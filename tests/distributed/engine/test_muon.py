@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.optim import MuonRates, MuonSettings, reference_step
 from megatron_rl.topology import Layout
 from megatron_rl.weight_mapping import ParameterTable
@@ -25,7 +26,6 @@ from tests.distributed.engine.muon_cases import (
     step_without_loss,
     steps_without_expert,
 )
-from tests.distributed.engine.rank_pool import RankPool
 from tests.distributed.engine.subject import CONFIGS, weights_of
 
 # Of an update, relative to its norm. Against the reference, which starts from the same gradients, what is left is the

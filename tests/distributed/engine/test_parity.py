@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import LEARNING_RATE, Evaluation, Setting, evaluate
 from tests.distributed.engine.oracle import expected
-from tests.distributed.engine.rank_pool import RankPool
 from tests.distributed.engine.step_cases import gradients_packed_backwards
 from tests.distributed.engine.subject import MODELS
 

@@ -6,10 +6,10 @@ Not shown: Transformer Engine's measurement.
 import pytest
 import torch
 
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import Setting
 from tests.distributed.engine.muon_cases import Clipped, clipped, refused_clip
-from tests.distributed.engine.rank_pool import RankPool
 from tests.distributed.engine.subject import weights_of
 
 QUERIES_AND_KEYS = {"llama": ("q_proj", "k_proj"), "deepseek_v3_moe": ("q_b_proj", "kv_b_proj")}

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import Setting
 from tests.distributed.engine.quantisation_cases import (
@@ -14,7 +15,6 @@ from tests.distributed.engine.quantisation_cases import (
     quantised_activations,
     refused,
 )
-from tests.distributed.engine.rank_pool import RankPool
 
 ONE = Setting(model=MODEL, layout=Layout(1))
 EVERYTHING = Setting(model=MODEL, layout=Layout(4, tp=2, pp=2, ep=2))

@@ -18,8 +18,8 @@ def number_of(rank: int) -> int:
 
 
 def test_a_rank_that_fails_while_another_waits_for_it_is_named() -> None:
-    with RankPool(2) as world:
-        assert world.run(number_of) == [0, 1]
+    with RankPool(2) as pool:
+        assert pool.run(number_of) == [0, 1]
         with pytest.raises(CaseFailed, match=r"(?s)rank 1 of 2: .*this rank cannot go on"):
-            world.run(fails_on_the_last_rank)
-        assert world.run(number_of) == [0, 1]
+            pool.run(fails_on_the_last_rank)
+        assert pool.run(number_of) == [0, 1]

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import Setting, evaluate
 from tests.distributed.engine.oracle import expected
-from tests.distributed.engine.rank_pool import RankPool
 from tests.distributed.engine.replay_cases import (
     gradients_after_other_work,
     gradients_with_newest_first,

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import Setting
 from tests.distributed.engine.oracle import expected
-from tests.distributed.engine.rank_pool import RankPool
 from tests.distributed.engine.step_cases import (
     broken_weight,
     deterministic_steps,

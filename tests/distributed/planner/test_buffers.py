@@ -1,14 +1,12 @@
 """Predicted parameters, gradients and optimizer state against Megatron's own buffers, in bytes, on every rank."""
 
-from collections.abc import Iterator
-
 import pytest
 
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.planner import Candidate, ParameterCounts, Workload
 from megatron_rl.planner.memory import static_terms
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import Setting
-from tests.distributed.engine.rank_pool import RankPool
 from tests.distributed.engine.subject import MODELS
 from tests.distributed.planner.cases import buffers
 
@@ -22,18 +20,12 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[RankPool]:
-    with RankPool(4) as world:
-        yield world
-
-
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_lies_there_from_the_first_step_on(world: RankPool, name: str) -> None:
+def test_what_lies_there_from_the_first_step_on(four: RankPool, name: str) -> None:
     setting = SETTINGS[name]
     counts = ParameterCounts(MODELS[setting.model])
     work = Workload(40, 20, 20, 8, 2, parameter_bytes=2 if setting.dtype == "bfloat16" else 4)
-    measured = world.run(buffers, setting)
+    measured = four.run(buffers, setting)
     for stage in range(setting.layout.pp):
         first, number = stage * setting.layout.ranks_per_stage, setting.layout.ranks_per_stage
         of_stage = measured[first : first + number]

@@ -23,13 +23,7 @@ def quantiles(rank: int, speaking: set[int]) -> dict[str, float]:
     return step_ratio_quantiles(of_updates, rank in speaking, torch.device("cpu"))
 
 
-@pytest.fixture(scope="module")
-def world():
-    with RankPool(2) as world:
-        yield world
-
-
 @pytest.mark.parametrize("speaking", [{0, 1}, {1}], ids=["data parallel", "pipeline"])
-def test_each_token_of_the_step_counts_once(world: RankPool, speaking: set[int]) -> None:
+def test_each_token_of_the_step_counts_once(two: RankPool, speaking: set[int]) -> None:
     of_all = torch.cat([differences(rank, n) for rank in speaking for n in range(3)])
-    assert world.run(quantiles, speaking) == [ratio_quantiles(ratio_counts(of_all))] * 2
+    assert two.run(quantiles, speaking) == [ratio_quantiles(ratio_counts(of_all))] * 2

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron_rl.conversion import HfCheckpoint, hf_to_megatron, megatron_to_hf
+from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.topology import Layout
-from tests.distributed.engine.rank_pool import RankPool
 from tests.distributed.weight_mapping.family_cases import FamilyResult, examples_of, load_and_save, run_family
 from tests.distributed.weight_mapping.transformers_model import Judge, save_random
 
@@ -36,20 +36,6 @@ FOUR = [
     Layout(4, cp=4),
     Layout(4, tp=2, cp=2, ep=2),
 ]
-
-
-@pytest.fixture(scope="module")
-def one():
-    world = RankPool(1)
-    yield world
-    world.close()
-
-
-@pytest.fixture(scope="module")
-def four():
-    world = RankPool(4)
-    yield world
-    world.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,22 @@
+"""What the ranks of a RankPool need, imported once, in the process that they are forked from.
+
+Importing this module chooses the CPU for the whole process: only ranks, and the process that forks them, may do it. Nothing here
+may start a thread, since a fork does not take it along.
+"""
+
+import os
+
+
+def import_for_ranks() -> None:
+    """The order matters: torch must see no GPU, and Megatron-Core must see the stand-in for CUDA."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from megatron_rl.engine.groups import choose_device
+
+    choose_device()
+    import megatron.core  # noqa: F401
+    import transformers  # noqa: F401
+
+    import megatron_rl.engine.engine  # noqa: F401
+
+
+import_for_ranks()
