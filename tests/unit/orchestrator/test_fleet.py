@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 import pytest
 
@@ -9,8 +10,17 @@ from megatron_rl.inference.errors import ServerError
 from megatron_rl.orchestrator.fleet import Fleet, FleetError, FleetLimits
 
 QUICK = FleetLimits(
-    start_timeout_s=0.5, check_every_s=0.01, check_timeout_s=0.05, max_failed_checks=2, max_failed_groups=2, max_restarts=2, restart_delay_s=0.0
-)  # fmt: skip
+    start_timeout_s=60,
+    check_every_s=0.01,
+    check_timeout_s=60,
+    max_failed_checks=2,
+    max_failed_groups=2,
+    max_restarts=2,
+    restart_delay_s=0.0,
+)
+
+SHORT_CHECKS = replace(QUICK, start_timeout_s=1.0, check_timeout_s=0.05)
+"""For servers that hang: these limits are waited for. Those above are long, for a machine that does other things."""
 
 
 class FakeServer:
@@ -48,14 +58,14 @@ class FakeServers:
             raise ServerError(url, "GET /health", "503")
 
     async def next_events(self, number: int):
-        return [await asyncio.wait_for(self.fleet.events.get(), 5) for _ in range(number)]
+        return [await asyncio.wait_for(self.fleet.events.get(), 60) for _ in range(number)]
 
 
 def play(scenario, servers: FakeServers) -> None:
     async def body():
         task = asyncio.create_task(servers.fleet.run())
         try:
-            await asyncio.wait_for(scenario(servers), 10)
+            await asyncio.wait_for(scenario(servers), 60)
         finally:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -103,10 +113,13 @@ def test_restarts_are_bounded():
 def test_a_server_that_never_answers_is_stopped():
     async def scenario(servers):
         (left, joined) = await servers.next_events(2)
-        assert "did not answer within 0.5 s" in left.reason and joined.kind == "joined"
+        assert "did not answer within 1 s" in left.reason and joined.kind == "joined"
         assert servers.starts[0][0].stopped
 
-    play(scenario, FakeServers(prepare=lambda server, start: setattr(server, "healthy", True if start else "hangs")))
+    hangs_at_first = FakeServers(
+        limits=SHORT_CHECKS, prepare=lambda server, start: setattr(server, "healthy", True if start else "hangs")
+    )
+    play(scenario, hangs_at_first)
 
 
 def test_one_failed_check_makes_suspect_and_a_passed_one_ready_again():
@@ -122,7 +135,7 @@ def test_one_failed_check_makes_suspect_and_a_passed_one_ready_again():
             await asyncio.sleep(0.001)
         assert servers.fleet.ready()[0].version == 1
 
-    play(scenario, FakeServers(limits=FleetLimits(**{**vars(QUICK), "max_failed_checks": 100})))
+    play(scenario, FakeServers(limits=replace(QUICK, max_failed_checks=100)))
 
 
 def test_hanging_health_checks_end_the_server():
@@ -132,7 +145,7 @@ def test_hanging_health_checks_end_the_server():
         (left,) = await servers.next_events(1)
         assert left.reason == "failed 2 health checks in a row, the last by: no answer within 0.05 s"
 
-    play(scenario, FakeServers())
+    play(scenario, FakeServers(limits=SHORT_CHECKS))
 
 
 def test_failed_groups_in_a_row_quarantine_although_the_check_passes():

@@ -155,9 +155,10 @@ def repeat_an_expert(answer):
 def test_failures_are_told_and_nothing_is_written(
     tmp_path, model_folder, monkeypatch, rewards, script, kind, message, num_sampled
 ):
+    limits = {"timeout_s": 0.5 if "sleep" in rewards else 60}
     with running(FakeVllm()) as server:
         server.script = script
-        result = sample(make_sampler(tmp_path, model_folder, monkeypatch, rewards=rewards, task={"timeout_s": 0.5}), server)
+        result = sample(make_sampler(tmp_path, model_folder, monkeypatch, rewards=rewards, task=limits), server)
     assert result.failure == kind and message in result.message
     assert [r.num_completion_tokens for r in result.rollouts] == [6] * num_sampled  # lengths of what is thrown away
     assert all(r.file == "" for r in result.rollouts) and result.examples == () and result.payload_bytes == 0
