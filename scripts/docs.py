@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))  # this checkout's package, wherever the environme
 
 def configuration() -> str:
     """docs/configuration.md, from the section classes."""
+    from megatron_rl.config.renamed import RENAMED_KEYS
     from megatron_rl.config.tree import Config
 
     sections = list(config_sections(Config, ""))
@@ -44,11 +45,13 @@ def configuration() -> str:
         if "__doc__" in vars(section) and section.__doc__:
             body.append(prose(inspect.cleandoc(section.__doc__)))
         rows = [
-            (f"`{key}`", type_of(field), default_of(field), prose((field.description or "").replace("None: ", "Not set: ")))
+            (f"`{key}`", type_of(field), default_of(field), prose(re.sub(r"\bNone:\s", "Not set: ", field.description or "")))
             for key, field in section.model_fields.items()
             if section_in(field) is None
         ]
         body.append(table(("key", "type", "default", "meaning"), rows))
+    renamed = [(f"`{former}`", f"`{present}`") for former, present in RENAMED_KEYS.items()]
+    body += ["## Former names", "Still read, with one line that names the present one.", table(("former", "present"), renamed)]
     return page("Configuration", "megatron_rl/config/sections.py", CONFIGURATION_INTRO, body)
 
 

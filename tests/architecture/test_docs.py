@@ -230,6 +230,12 @@ def check_name(code: str) -> None:
         check_key(word)
 
 
+def test_every_key_of_the_configuration_has_a_meaning() -> None:
+    rows = [line for line in (DOCS / "configuration.md").read_text().splitlines() if line.startswith("| `")]
+    assert len(rows) > 100
+    assert not [line for line in rows if line.endswith("|  |")]
+
+
 @pytest.mark.parametrize("path", WRITTEN, ids=place)
 def test_examples_of_the_configuration_have_known_keys(path: Path) -> None:
     for text in blocks(path, "toml"):
