@@ -165,8 +165,8 @@ def command_line() -> str:
 COMMAND_LINE_INTRO = """After this page you can use each command of `megatron-rl`, with all of its options.
 
 `bash scripts/setup.sh` installs the program as `.venv/bin/megatron-rl`. `--help` after a command prints the same text as this
-page. The exit status is 0 on success, 1 when a run or a check fails, 2 when the input is wrong. A command that takes overrides
-accepts `--section.key value` for every key of the [configuration](configuration.md)."""
+page. The exit status is 0 on success, 1 when a run or a check fails, 2 when the input is wrong. A command whose usage
+ends with `[--section.key VALUE ...]` takes every key of the [configuration](configuration.md) as an option."""
 
 
 def leaf_commands(command: Any, path: str) -> Iterator[tuple[str, str, Any]]:
@@ -182,13 +182,11 @@ def leaf_commands(command: Any, path: str) -> Iterator[tuple[str, str, Any]]:
 def command_blocks(full: str, command: Any) -> list[str]:
     """Usage, description, arguments and options of one command."""
     arguments = [item for item in command.params if item.param_type_name == "argument"]
-    options = [item for item in command.params if item.param_type_name == "option"]
+    options = [item for item in command.params if item.param_type_name == "option" and not item.hidden]
     overrides = command.context_settings.get("ignore_unknown_options", False)
     words = [full, *(["[OPTIONS]"] if options else []), *(argument_name(item) for item in arguments)]
     blocks = [f"```text\n{' '.join([*words, *(['[--section.key VALUE ...]'] if overrides else [])])}\n```"]
     blocks.append(inspect.cleandoc(command.help or "").replace("<", "\\<"))
-    if overrides:
-        blocks.append("Takes overrides.")
     if arguments:
         rows = [(f"`{argument_name(item)}`", prose(item.help or "")) for item in arguments]
         blocks.append(table(("argument", "meaning"), rows))
