@@ -2,12 +2,12 @@
 
     python scripts/bench_convert.py --gib 4 --json result.json
 
-Writes a synthetic Qwen3-MoE of so many GiB, then for each direction: a plain copy of the source's files (read, write, fsync) and the
-conversion, each in a process of its own and with the page cache of its source dropped. Prints, and writes to the JSON file:
+Writes a synthetic Qwen3-MoE of so many GiB, then for each direction: a plain copy of the source's files (read, write, fsync) and
+the conversion, each in a process of its own and with the page cache of its source dropped. Prints, and writes to the JSON file:
 
-copy_share: bytes a second of the slower direction, over those of the plain copy.
-peak_over_largest_tensor: the most anonymous memory of the converting process above that of its imports, over the bytes of the model's
-largest tensor.
+copy_share: bytes a second of the slower direction, divided by those of the plain copy.
+peak_over_largest_tensor: the most anonymous memory of the converting process above that of its imports, divided by the bytes of
+the model's largest tensor.
 """
 
 import argparse
@@ -35,7 +35,8 @@ def model_of(gib: float) -> dict[str, Any]:
     layers = max(1, round((gib * (1 << 30) - embeddings) / layer))
     return {
         "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 65_536, "hidden_size": hidden,
-        "intermediate_size": 4096, "num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128,
+        "intermediate_size": 4096, "num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "head_dim": 128,
         "moe_intermediate_size": width, "num_experts": experts, "num_experts_per_tok": 4, "max_position_embeddings": 4096,
     }  # fmt: skip
 

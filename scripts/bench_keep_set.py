@@ -1,6 +1,7 @@
 """Time and memory of the keep-set log-softmax beside the two dense ways of computing the same numbers, forward and backward.
 
-    python scripts/bench_keep_set.py [--json FILE] [--full] [--quick] [--sets ...] [--clock wall|cpu] [--device cpu|cuda] [--dtype fp32|bf16]
+    python scripts/bench_keep_set.py [--json FILE] [--full] [--quick] [--sets ...] [--clock wall|cpu]
+        [--device cpu|cuda] [--dtype fp32|bf16]
 
 Arms, each in a process of its own, so that its peak memory is its own:
 
@@ -9,11 +10,12 @@ Arms, each in a process of its own, so that its peak memory is its own:
   dense_masked    all logits [T, V] at once, those outside the sets masked, log-softmax in place: what Megatron-based trainers do
   chunked         logits in vocabulary chunks, kept ones picked into a padded [T, K] table: no [T, V], but all its arithmetic
 
-The dense arms add their weight gradient to main_grad in place, and touch each number as few times as they can. All arms get the same
-inputs, and the script stops if their log-probs differ. The floor is the time to move the kept rows once and their gradients once (per
-token and kept id, singletons excepted), at the bandwidth of a large copy.
+The dense arms add their weight gradient to main_grad in place, and touch each number as few times as they can. All arms get the
+same inputs, and the script stops if their log-probs differ. The floor is the time to move the kept rows once and their gradients
+once (per token and kept id, singletons excepted), at the bandwidth of a large copy.
 
-On a machine that others use too, wall-clock times measure them: `OMP_NUM_THREADS=1 ... --clock cpu` counts this process's own time.
+On a machine that others use too, wall-clock times measure them: `OMP_NUM_THREADS=1 ... --clock cpu` counts this process's own
+time.
 """
 
 import argparse
@@ -64,7 +66,10 @@ def problems(quick: bool, full: bool, sets: list[str]) -> list[Problem]:
 
 
 def set_sizes(problem: Problem) -> Tensor:
-    """int64 [T] in random order. Published shape: 48 % singletons, the rest log-normal so that the mean is 8, the median 2, p99 82."""
+    """int64 [T] in random order.
+
+    Published shape: 48 % singletons, the rest log-normal, so that the mean is 8, the median 2 and the 99th percentile 82.
+    """
     num_tokens, vocab_size = problem.num_tokens, problem.vocab_size
     fixed = {"all_512": 512, "all_flat": int(0.97 * vocab_size), "untruncated": 0}
     if problem.sets in fixed:
@@ -217,7 +222,11 @@ RUN: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 
 
 def measure_arm(arm: str, path: str, device: str, clock: str, repeats: int) -> dict:
-    """In a process of its own: seconds of each repetition, peak bytes above the inputs, and what is needed to compare the arms."""
+    """Measure one arm in its own process.
+
+    Returns:
+        Seconds of each repetition, peak bytes above the inputs, and what is needed to compare the arms.
+    """
     inputs = {name: tensor.to(device) for name, tensor in torch.load(path).items()}
     inputs["hidden"].requires_grad_()
     inputs["weight"] = torch.nn.Parameter(inputs["weight"])
@@ -318,7 +327,7 @@ def _check_that_arms_agree(measured: dict[str, dict], tolerance: float) -> None:
     wanted = measured["chunked"]
     for arm, result in measured.items():
         difference = (torch.tensor(result["log_probs"]) - torch.tensor(wanted["log_probs"])).abs().max()
-        norms = [abs(a / b - 1) for a, b in zip(result["norms"], wanted["norms"])]
+        norms = [abs(a / b - 1) for a, b in zip(result["norms"], wanted["norms"], strict=True)]
         if not (difference < tolerance and max(norms) < tolerance):
             raise SystemExit(f"{arm} differs from chunked: log-probs by {difference}, gradient norms by {norms}")
 
@@ -402,7 +411,8 @@ def main() -> None:
     bandwidth = copy_bandwidth(arguments.device, arguments.clock)
     threads = f"{torch.get_num_threads()} thread(s), " if arguments.device == "cpu" else ""
     print(
-        f"{arguments.device}, {arguments.dtype}, {threads}{arguments.clock} clock, copies {bandwidth / 1e9:.1f} GB/s (read + write)"
+        f"{arguments.device}, {arguments.dtype}, {threads}{arguments.clock} clock, "
+        f"copies {bandwidth / 1e9:.1f} GB/s (read + write)"
     )
     rows = []
     for problem in problems(arguments.quick, arguments.full, arguments.sets):

@@ -2,14 +2,15 @@
 
     python scripts/bench_muon.py [--json FILE] [--quick] [--repeats N]
 
-Measured, at DP 2 and at TP 2 on the demo's model: the seconds of one optimizer step (gradient norm, update, gathering of the weights;
-the median over the steps, of each the slowest rank's). Arms: adamw, Megatron's distributed optimizer; muon, this project's; naive_muon, the
-same but every rank gathers all gradients and orthogonalises everything.
+Measured, at DP 2 and at TP 2 on the demo's model: the seconds of one optimizer step (gradient norm, update, gathering of the
+weights; the median over the steps, of each the slowest rank's). Arms: adamw, Megatron's distributed optimizer; muon, this
+project's; naive_muon, the same but every rank gathers all gradients and orthogonalises everything.
 
-Planned, for Qwen3-235B and Kimi-K2 from 32 to 1024 ranks (TP 4, PP 8, EP 4, the rest data parallel): the work and the traffic of the
-busiest rank of a middle stage in one step. The plan is the one that the optimizer runs by; nothing is measured there. "/ mean" is the busiest
-rank's whole work over the mean; "in step" the sum of each round's busiest rank over it, the time if no rank ran ahead into the next round;
-"largest" the largest parameter, which one rank does whole: the work cannot be shared more evenly than that.
+Planned, for Qwen3-235B and Kimi-K2 from 32 to 1024 ranks (TP 4, PP 8, EP 4, the rest data parallel): the work and the traffic of
+the busiest rank of a middle stage in one step. The plan is the one that the optimizer runs by; nothing is measured there. "/
+mean" is the busiest rank's whole work over the mean; "in step" the sum of each round's busiest rank over it, the time if no rank
+ran ahead into the next round; "largest" the largest parameter, which one rank does whole: the work cannot be shared more evenly
+than that.
 """
 
 import argparse
@@ -112,8 +113,9 @@ def measured(turns: int, repeats: int, architecture: dict) -> dict[str, dict[str
 
 
 def pieces_of(placement: Placement, stage: int, number: int) -> list[Piece]:
-    """What rank `number` of a stage holds of Muon's parameters: the distributed optimizer cuts the dense and the expert parameters,
-    each laid end to end, evenly over their replicas.
+    """What rank `number` of a stage holds of Muon's parameters.
+
+    The distributed optimizer concatenates the dense and the expert parameters and cuts each evenly over their replicas.
     """
     layout = placement.layout
     coords = layout.coords_of(stage * layout.ranks_per_stage + number)
@@ -151,7 +153,8 @@ def planned(name: str, config: dict, world_sizes: Sequence[int]) -> list[dict[st
         in_step = sum(max(loads_of([each], len(loads))) for each in rounds)
         rows.append({
             "ranks": world_size, "tflop_busiest": max(loads) / 1e12, "busiest_over_mean": max(loads) / mean,
-            "rounds": len(rounds), "rounds_in_step_over_mean": in_step / mean, "largest_matrix_over_mean": max(t.flops for t in tasks) / mean,
+            "rounds": len(rounds), "rounds_in_step_over_mean": in_step / mean,
+            "largest_matrix_over_mean": max(t.flops for t in tasks) / mean,
             "tflop_naive": sum(loads) / 1e12, "gib_sent_busiest": max(bytes_sent(rounds, pieces)) / 2**30,
             "gib_momentum": max(4 * sum(piece.length for piece in held) for held in pieces) / 2**30,
         })  # fmt: skip
@@ -178,7 +181,9 @@ def main() -> None:
         name: planned(name, published[name]["config"], (32,) if asked.quick else (32, 64, 128, 256, 512, 1024)) for name in UNEVEN
     }
     result = {
-        "busiest_over_mean_dp4": max(busiest_over_mean(config, 4) for config in (DEMO, *(published[n]["config"] for n in UNEVEN))),
+        "busiest_over_mean_dp4": max(
+            busiest_over_mean(config, 4) for config in (DEMO, *(published[n]["config"] for n in UNEVEN))
+        ),
         "step_over_adamw": max(arms["muon"] / arms["adamw"] for arms in seconds.values()),
         "step_over_naive_muon": max(arms["muon"] / arms["naive_muon"] for arms in seconds.values()),
         "seconds": seconds, "plans": plans,
@@ -196,7 +201,8 @@ def show(result: dict) -> None:
         print(f"{key} = {result[key]:.3f}")
     for name, rows in result["plans"].items():
         print(
-            f"\n{name}, a middle stage, one step\n{'ranks':>6}{'TFLOP, busiest':>16}{'/ mean':>8}{'rounds':>8}{'in step':>9}{'largest':>9}"
+            f"\n{name}, a middle stage, one step\n"
+            f"{'ranks':>6}{'TFLOP, busiest':>16}{'/ mean':>8}{'rounds':>8}{'in step':>9}{'largest':>9}"
             f"{'naive':>10}{'GiB sent':>10}{'GiB momentum':>14}"
         )
         for row in rows:

@@ -1,15 +1,17 @@
 """What NVFP4 costs a training step, and what it saves on the wire.
 
-    python scripts/bench_nvfp4.py [--config CONFIG] [--tokens 1024 4096 32768] [--repeats 5] [--json FILE] [--section.key value ...]
+    python scripts/bench_nvfp4.py [--config CONFIG] [--tokens 1024 4096 32768] [--repeats 5] [--json FILE]
+        [--section.key value ...]
 
-Trains the config's model (the demo's unless told otherwise) on one rank, on random rollouts, with whole weights and with weights that go
-through NVFP4 (`precision.training = "qat"`): steps of the two engines alternate, in this one process. Then an update of a rollout server is
-packed as the sender does it, once in bf16 and once in NVFP4, and the bytes of the quantised matrices are counted in its buffers.
+Trains the config's model (the demo's unless told otherwise) on one rank, on random rollouts, with whole weights and with weights
+that go through NVFP4 (`precision.training = "qat"`): steps of the two engines alternate, in this one process. Then an update of a
+rollout server is packed as the sender does it, once in bf16 and once in NVFP4, and the bytes of the quantised matrices are
+counted in its buffers.
 
 Seconds are those of the processor, on all threads (nothing waits here; the clock on the wall counts other people's work, too).
-step_cost_share is the median of a quantised step over that of a whole one, less 1, at the largest number of tokens. The script stops when a
-step quantises a matrix more than once, or when the model has more than four times the weights that a token uses: the cost is a matter of
-weights, a step one of tokens, so that a sparser model would need more tokens for the same share.
+step_cost_share is the median of a quantised step over that of a whole one, less 1, at the largest number of tokens. The script
+stops when a step quantises a matrix more than once, or when the model has more than four times the weights that a token uses: the
+cost is a matter of weights, a step one of tokens, so that a sparser model would need more tokens for the same share.
 """
 
 import argparse
@@ -81,7 +83,10 @@ def steps(engines: dict, config: Config, table: ParameterTable, num_tokens: int,
 
 
 def wire_bytes(engines: dict, quantised: Selection) -> dict[str, float]:
-    """Of the quantised matrices alone, NVFP4 over bf16: their tensors, and the buffers that are broadcast, with alignment and checksums."""
+    """Bytes of the quantised matrices in NVFP4, divided by those in bf16.
+
+    Of their tensors alone, and of the buffers that are broadcast, with alignment and checksums.
+    """
     modules = {name.rpartition(".")[0] for name in quantised.group_of}
     packed, plain = (
         [(name, tensor) for name, tensor in PolicySource(engines[arm]) if name.rpartition(".")[0] in modules]

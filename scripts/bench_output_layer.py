@@ -3,9 +3,9 @@
     python scripts/bench_output_layer.py [--config CONFIG] [--tokens 4096] [--repeats 5] [--json FILE] [--section.key value ...]
 
 Trains the config's model (the demo's unless told otherwise; a wider one: --model.architecture.vocab_size 32768) on one rank with
-Megatron's own forward pass, backward pass and optimizer, on random rollouts whose keep-sets have the published shape (half of them
-singletons). Only the function from hidden states to log-probabilities differs between the two, and the steps alternate between them; the script
-stops if their gradient norms or entropies differ.
+Megatron's own forward pass, backward pass and optimizer, on random rollouts whose keep-sets have the published shape (half of
+them singletons). Only the function from hidden states to log-probabilities differs between the two, and the steps alternate
+between them; the script stops if their gradient norms or entropies differ.
 """
 
 import argparse
@@ -85,7 +85,8 @@ def random_rollout(contract: ModelContract, random: np.random.Generator, sizes: 
     shape = (PROMPT + COMPLETION - 1, contract.num_moe_layers, contract.num_experts)
     return Rollout(
         uid="random", prompt_ids=random.integers(0, contract.vocab_size, PROMPT).astype(np.int32),
-        completion_ids=np.array([kept[0] for kept in sets], dtype=np.int32), logprobs=-random.random(COMPLETION).astype(np.float32),
+        completion_ids=np.array([kept[0] for kept in sets], dtype=np.int32),
+        logprobs=-random.random(COMPLETION).astype(np.float32),
         keep_sets=RaggedIds.of(sets),
         routed_experts=random.random(shape).argsort(axis=-1)[..., : contract.experts_per_token].astype(np.uint8),
         policy_versions=np.zeros(COMPLETION, dtype=np.int32), loss_mask=np.ones(COMPLETION, dtype=bool),
@@ -114,11 +115,11 @@ def measure(config: Config, num_tokens: int, repeats: int) -> dict[str, dict[str
                 computed[arm] = [metrics[name].value for name in ("grad_norm", "entropy_keep_set")]
         engine.close()
         dist.destroy_process_group()
-    if not np.allclose(
-        computed["keep_set"], computed["dense_masked"], rtol=1e-3
-    ):  # rounding of fp32, and of bf16 models' gradients
+    # Rounding of fp32, and of bf16 models' gradients.
+    if not np.allclose(computed["keep_set"], computed["dense_masked"], rtol=1e-3):
         raise SystemExit(f"the arms differ in gradient norm or entropy: {computed}")
-    return {arm: dict(zip(("output_layer_s", "step_s"), map(median, zip(*of_arm[1:])))) for arm, of_arm in seconds.items()}
+    names = ("output_layer_s", "step_s")
+    return {arm: dict(zip(names, map(median, zip(*of_arm[1:], strict=True)), strict=True)) for arm, of_arm in seconds.items()}
 
 
 def main() -> None:
@@ -134,12 +135,14 @@ def main() -> None:
     found = measure(config, arguments.tokens, arguments.repeats)
     sizes = config.model.architecture
     print(
-        f"V={sizes['vocab_size']} H={sizes['hidden_size']}, {sizes['num_hidden_layers']} layers, {arguments.tokens} tokens a step, {torch.get_num_threads()} thread(s)"
+        f"V={sizes['vocab_size']} H={sizes['hidden_size']}, {sizes['num_hidden_layers']} layers, "
+        f"{arguments.tokens} tokens a step, {torch.get_num_threads()} thread(s)"
     )
     for arm, numbers in found.items():
         numbers["share"] = numbers["output_layer_s"] / numbers["step_s"]
         print(
-            f"{arm:13s} output layer {numbers['output_layer_s'] * 1e3:8.1f} ms of a step of {numbers['step_s'] * 1e3:8.1f} ms: {numbers['share']:.1%}"
+            f"{arm:13s} output layer {numbers['output_layer_s'] * 1e3:8.1f} ms "
+            f"of a step of {numbers['step_s'] * 1e3:8.1f} ms: {numbers['share']:.1%}"
         )
     print(f"step_speedup = {found['dense_masked']['step_s'] / found['keep_set']['step_s']:.3g}")
     if arguments.json:

@@ -2,8 +2,9 @@
 
 Three measurements on this machine's cores, each of the project's own code:
 
-- the orchestrator behind its real HTTP server, with real buffer, ledger, plans and fleet, for simulated servers in virtual time: a
-  second process plays the workers and the trainer and answers at once, so that CPU time per rollout, not speed, is what is measured;
+- the orchestrator behind its real HTTP server, with real buffer, ledger, plans and fleet, for simulated servers in virtual time:
+  a second process plays the workers and the trainer and answers at once, so that CPU time per rollout, not speed, is what is
+  measured;
 - a rollout worker: one answer of a server after the other in the shape of a Kimi-K2-sized model, from JSON to the payload file;
 - the planning of one weight update of that model.
 
@@ -214,8 +215,9 @@ async def _play_trainer(post, folder: Path, versions: dict[str, int]) -> None:
 def _result(task: GroupTask, version: int) -> GroupResult:
     rollouts = tuple(
         RolloutSummary(
-            f"{task.uid}.{i}", f"rollouts/{task.uid}.safetensors", i, PROMPT, COMPLETION, COMPLETION, COMPLETION // 2, 8 * COMPLETION, COMPLETION,
-            PROMPT + COMPLETION - 1, float(i % 2), "stop", version, version,
+            f"{task.uid}.{i}", f"rollouts/{task.uid}.safetensors", i, PROMPT, COMPLETION, COMPLETION, COMPLETION // 2,
+            8 * COMPLETION,
+            COMPLETION, PROMPT + COMPLETION - 1, float(i % 2), "stop", version, version,
         )
         for i in range(task.num_samples)
     )  # fmt: skip
@@ -223,7 +225,10 @@ def _result(task: GroupTask, version: int) -> GroupResult:
 
 
 def measure_worker(rollouts: int) -> dict[str, float]:
-    """From the bytes that a server sends to the payload's file, for a model of Kimi-K2's size: 60 MoE layers, 8 of 384 experts."""
+    """From the bytes that a server sends to the payload's file.
+
+    For a model of Kimi-K2's size: 60 MoE layers, 8 of 384 experts.
+    """
     contract = ModelContract(vocab_size=163840, moe_layers=tuple(range(1, 61)), num_experts=384, experts_per_token=8)
     body = json.dumps(_answer(contract, np.random.default_rng(0))).encode()
     sampling = Sampling(temperature=1.0, top_p=0.95, top_k=512, max_new_tokens=COMPLETION)
@@ -321,13 +326,16 @@ def report(numbers: dict[str, float], servers: int, disk_gb_per_s: float) -> str
         f"one core carries about {servers * (1 - checks) / (n['orchestrator_cores'] - checks):.0f} servers"),
         (f"worker         {n['worker_cpu_s_per_1000_rollouts']:.0f} CPU s per 1000 rollouts of {COMPLETION} tokens "
         f"(decode {n['worker_decode_cpu_s_per_1000_rollouts']:.0f}, check {n['worker_check_cpu_s_per_1000_rollouts']:.0f}, "
-        f"write {n['worker_write_cpu_s_per_1000_rollouts']:.0f}); {n['worker_bytes_received_per_1000_rollouts'] / 1e9:.2f} GB in, "
+        f"write {n['worker_write_cpu_s_per_1000_rollouts']:.0f}); "
+        f"{n['worker_bytes_received_per_1000_rollouts'] / 1e9:.2f} GB in, "
         f"{n['worker_bytes_written_per_1000_rollouts'] / 1e9:.2f} GB out"),
         (f"               beside a server of {TOKENS_PER_S} tokens/s: {n['worker_cores_per_server']:.2f} cores; "
         f"one core carries {TOKENS_PER_S / n['worker_cores_per_server']:.0f} tokens/s"),
-        (f"spool          {n['spool_bytes_per_step'] / 1e9:.1f} GB per step of {n['rollouts_per_step']:.0f} rollouts; {written_gb_per_s:.2f} GB/s "
-        f"from {servers} servers; a filesystem of {disk_gb_per_s:g} GB/s carries {servers * disk_gb_per_s / written_gb_per_s:.0f} servers"),
-        f"weight update  {n['weight_plan_tensors']:.0f} tensors in {n['weight_plan_buckets']:.0f} buckets, planned in {n['weight_plan_cpu_s']:.2f} CPU s",
+        (f"spool          {n['spool_bytes_per_step'] / 1e9:.1f} GB per step of {n['rollouts_per_step']:.0f} rollouts; "
+        f"{written_gb_per_s:.2f} GB/s from {servers} servers; "
+        f"a filesystem of {disk_gb_per_s:g} GB/s carries {servers * disk_gb_per_s / written_gb_per_s:.0f} servers"),
+        (f"weight update  {n['weight_plan_tensors']:.0f} tensors in {n['weight_plan_buckets']:.0f} buckets, "
+        f"planned in {n['weight_plan_cpu_s']:.2f} CPU s"),
     ])  # fmt: skip
 
 

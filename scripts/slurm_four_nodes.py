@@ -3,8 +3,9 @@
     python scripts/slurm_four_nodes.py up FOLDER       # then: export SLURM_CONF=FOLDER/slurm.conf; sinfo
     python scripts/slurm_four_nodes.py down FOLDER
 
-Needs Debian's or Ubuntu's slurm-wlm and munge, and root. Keys, sockets, state and logs lie in FOLDER; a Slurm or munge that the machine
-has already is not touched. What a cluster has and this one lacks: cgroups, accounting, containers, GPUs, several machines.
+Needs Debian's or Ubuntu's slurm-wlm and munge, and root. Keys, sockets, state and logs lie in FOLDER; a Slurm or munge that the
+machine has already is not touched. What a cluster has and this one lacks: cgroups, accounting, containers, GPUs, several
+machines.
 """
 
 import argparse

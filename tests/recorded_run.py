@@ -1,7 +1,8 @@
 """A small run that version 0.1.0 recorded, before its words changed: what a user of that version has on disk.
 
-tests/data/recorded_run.tar.xz: model_configs/evidence-cpu.toml made smaller (4 experts, 2 layers, hidden size 32), two ranks at EP 2,
-five steps with fingerprints, the checkpoint before step 4. Made on Python 3.11 with Megatron-Core 0.16.1, on CPU_OF_THE_RECORD.
+tests/data/recorded_run.tar.xz: model_configs/evidence-cpu.toml made smaller (4 experts, 2 layers, hidden size 32), two ranks at
+EP 2, five steps with fingerprints, the checkpoint before step 4. Made on Python 3.11 with Megatron-Core 0.16.1, on
+CPU_OF_THE_RECORD.
 """
 
 import tarfile

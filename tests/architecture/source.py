@@ -43,7 +43,7 @@ class Module:
     @property
     def unit(self) -> str:
         """The top-level part of the package that this module belongs to; "" for the package's own `__init__`."""
-        return (self.name.split(".") + [""])[1]
+        return [*self.name.split("."), ""][1]
 
 
 def read_module(path: Path) -> Module:
@@ -120,7 +120,8 @@ def _relative_base(module: Module, level: int) -> str:
 
 
 def resolve_own(target: str, names: frozenset[str]) -> str | None:
-    """The project's own module that an import target means, or None: "megatron_rl.a.f" is module "megatron_rl.a" if f is no module."""
+    """The project's own module that an import target means, or None: "megatron_rl.a.f" is module "megatron_rl.a" if f is no
+    module."""
     if target.split(".", maxsplit=1)[0] != PACKAGE:
         return None
     while target not in names and "." in target:

@@ -61,7 +61,7 @@ def all_imports() -> list[tuple[Module, Import]]:
 def own_unit(item: Import) -> str | None:
     """The unit of the package that is imported; "" for the package itself, None for anything else."""
     target = resolve_own(item.target, NAMES)
-    return None if target is None else (target.split(".") + [""])[1]
+    return None if target is None else [*target.split("."), ""][1]
 
 
 def report(module: Module, item: Import, rule: str) -> str:

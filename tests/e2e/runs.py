@@ -41,7 +41,8 @@ def processes_of(folder: Path) -> Iterator[tuple[int, str]]:
 
 
 def process_of(folder: Path, module: str, rank: int | None = None) -> int:
-    """The one process of a run that executes this module; of the trainer's, the one with this rank. What it forked looks the same."""
+    """The one process of a run that executes this module; of the trainer's, the one with this rank. What it forked looks the
+    same."""
     alike = [pid for pid, line in processes_of(folder) if f"-m {module} " in line and (rank is None or _rank_of(pid) == rank)]
     found = [pid for pid in alike if _parent_of(pid) not in alike]
     assert len(found) == 1, f"{module}, rank {rank}: {found} of {list(processes_of(folder))}"

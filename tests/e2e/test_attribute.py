@@ -1,4 +1,5 @@
-"""`megatron-rl attribute` of a run whose rollouts came from a live vLLM while it trained: processes, checkpoints, weights of older versions.
+"""`megatron-rl attribute` of a run whose rollouts came from a live vLLM while it trained: processes, checkpoints, weights of
+older versions.
 
 The factors and the other faults are in tests/distributed/attribution. Not proved here: GPUs, NVFP4.
 """

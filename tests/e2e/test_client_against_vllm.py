@@ -30,11 +30,26 @@ transformers = pytest.importorskip("transformers")
 
 # Two dense layers among five.
 CONFIG = {
-    "model_type": "qwen3_moe", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 5,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True,
-    "decoder_sparse_step": 1, "mlp_only_layers": [0, 3], "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 512,
-    "tie_word_embeddings": False, "initializer_range": 0.06,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0, 3],
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.06,
+}
 TEXT = TaskSection(name="chain_sum")
 
 
@@ -178,7 +193,7 @@ def test_single_turns_are_what_transformers_says(url, folder, reference, samplin
         assert (sizes == 1).any() and (sizes > 3).any(), "the model is to show sharp and flat distributions"
     ends = [r.completion_ids[-1] == 1 for r in rollouts]
     assert [r.finish_reason == "stop" for r in rollouts] == ends
-    assert all(len(r.completion_ids) == sampling.max_new_tokens for r, end in zip(rollouts, ends) if not end)
+    assert all(len(r.completion_ids) == sampling.max_new_tokens for r, end in zip(rollouts, ends, strict=True) if not end)
 
 
 def test_two_turns_are_what_transformers_says(url, folder, reference):

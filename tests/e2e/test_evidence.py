@@ -30,7 +30,7 @@ def write_run(folder, steps: int, entropy: float) -> None:
         ["--jobs", "x"],
         ["--fast"],
     ],
-    ids=lambda words: " ".join(words),
+    ids=" ".join,
 )
 def test_a_bad_option_is_refused_by_name_before_anything_is_done(words, tmp_path):
     command = ["bash", str(REPOSITORY / "scripts" / "evidence.sh"), "--folder", str(tmp_path / "runs"), *words]

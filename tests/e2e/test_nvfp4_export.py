@@ -33,17 +33,37 @@ pytest.importorskip("vllm")
 from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
 
 MOE = {
-    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 48, "num_experts": 4,
-    "num_experts_per_tok": 2, "max_position_embeddings": 64, "mlp_only_layers": [1], "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "moe_intermediate_size": 48,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "mlp_only_layers": [1],
+    "tie_word_embeddings": False,
+}
 SMALL = json.loads((REPOSITORY / "tests/data/small_families.json").read_text()) | json.loads(
     (REPOSITORY / "tests/data/small_models.json").read_text()
 )
 SIZES = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "head_dim": 32, "q_lora_rank": 48, "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32,
-}  # fmt: skip
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "head_dim": 32,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
 FAMILIES = {
     name: SMALL[name]
     | {key: value for key, value in SIZES.items() if key in SMALL[name] or (key == "head_dim" and name == "llama")}
@@ -151,7 +171,8 @@ def test_vllm_gets_the_trainers_values(source: Path, layout: str) -> None:
 def test_a_weight_update_gives_vllms_nvfp4_layers_the_trainers_values(
     source: Path, tmp_path: Path, precision: dict[str, Any]
 ) -> None:
-    """From the configuration that such servers are started with, and the stream that they are sent, through vLLM's own packing for NCCL."""
+    """From the configuration that such servers are started with, and the stream that they are sent, through vLLM's own packing
+    for NCCL."""
     section = Precision(training="qat", rollouts="nvfp4", exclude=["model.layers.2.mlp.experts"], **precision)
     plain, table = HfCheckpoint.open(source / "hf"), ParameterTable(MOE)
     selection = selection_of(section, table)

@@ -1,7 +1,8 @@
-"""A run that a former version recorded: its steps are rerun to the same bits, and it resumes. The report of it: tests/unit/report.
+"""A run that a former version recorded: its steps are rerun to the same bits, and it resumes. The report of it:
+tests/unit/report.
 
-Not proved here: runs on GPUs, and the bits on another processor, Python or Megatron-Core than those of the record, where sums may be
-taken in another order.
+Not proved here: runs on GPUs, and the bits on another processor, Python or Megatron-Core than those of the record, where sums may
+be taken in another order.
 """
 
 import json

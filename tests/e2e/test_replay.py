@@ -50,7 +50,8 @@ def test_a_step_that_was_trained_on_something_else_is_found_and_its_first_tensor
 def test_at_another_layout_a_step_is_compared_with_the_checkpoint_behind_it(recorded):
     again = replay(recorded.path, "--from-step", "2", "--layout.world_size", "1", "--layout.expert", "1")
     assert "(by checkpoint)" in again.stdout or "by at most" in again.stdout, again.stdout + again.stderr
-    # fp32, sums in another order; the update of AdamW's first steps is about the learning rate, 4e-4, times the sign of the gradient
+    # fp32, sums in another order; the update of AdamW's first steps is about the learning rate, 4e-4, times the sign of the
+    # gradient
     assert all(float(size) < 1e-4 for size in re.findall(r"by at most ([\d.e+-]+\d)", again.stdout)), again.stdout
 
 

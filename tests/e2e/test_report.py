@@ -29,9 +29,19 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this 
 def drawn(page: Path) -> str:
     """What the browser made of the page's body."""
     result = subprocess.run(
-        [BROWSER, *FLAGS, f"--user-data-dir={page.parent / 'profile'}", "--virtual-time-budget=20000", "--dump-dom", page.as_uri()],
-        check=True, capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
+        [
+            BROWSER,
+            *FLAGS,
+            f"--user-data-dir={page.parent / 'profile'}",
+            "--virtual-time-budget=20000",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     return result.stdout[result.stdout.index("<body") :]
 
 
@@ -67,6 +77,7 @@ def test_a_run_can_be_hidden_and_lines_can_be_means(tmp_path):
     </script></body>"""
     (tmp_path / "worked.html").write_text(page.replace("</body>", work))
     found = dict(re.findall(r'data-(lines|legend|kept|off)="([^"]*)"', drawn(tmp_path / "worked.html").partition(">")[0]))
-    # Of two lines, one for each run, the first run's is gone, and the legend still names the series; what a legend's entry hid stays hidden.
+    # Of two lines, one for each run, the first run's is gone, and the legend still names the series; what a legend's entry hid
+    # stays hidden.
     assert (found["lines"], found["legend"]) == ("1", "1") and found["kept"].endswith("legendonly"), found
     assert float(found["off"]) < 1e-6

@@ -74,8 +74,19 @@ def ask(app, headers, paths):
 
 def test_every_route_but_health_asks_for_the_key(app):
     paths = paths_of(app.routes)
-    must_be_among = {"/pause", "/resume", "/collective_rpc", "/update_weights", "/init_weight_transfer_engine", "/inference/v1/generate",
-                     "/invocations", "/metrics", "/openapi.json", "/v1/completions", "/health"}  # fmt: skip
+    must_be_among = {
+        "/pause",
+        "/resume",
+        "/collective_rpc",
+        "/update_weights",
+        "/init_weight_transfer_engine",
+        "/inference/v1/generate",
+        "/invocations",
+        "/metrics",
+        "/openapi.json",
+        "/v1/completions",
+        "/health",
+    }
     assert must_be_among <= paths, must_be_among - paths
     strange = {"/", "/nowhere", "//health", "/health/", "/health/../pause", "/HEALTH", "/%68ealth/x"}
     for headers in ({}, {KEY_HEADER: "wrong"}, {KEY_HEADER: ""}, {"authorization": f"Bearer {KEY}"}):

@@ -1,5 +1,5 @@
-"""`megatron-rl launch` on a real Slurm of four nodes (scripts/slurm_four_nodes.py), all of them on this machine: the small run on CPU as a
-heterogeneous job, and what happens to it there. One case runs always, the others with
+"""`megatron-rl launch` on a real Slurm of four nodes (scripts/slurm_four_nodes.py), all of them on this machine: the small run on
+CPU as a heterogeneous job, and what happens to it there. One case runs always, the others with
 
     pytest tests/e2e/test_slurm.py -m slow
 

@@ -1,4 +1,5 @@
-"""`megatron-rl train` with the real vLLM and the real Megatron-Core: two steps, a resume, faults. Not proved here: that it learns."""
+"""`megatron-rl train` with the real vLLM and the real Megatron-Core: two steps, a resume, faults. Not proved here: that it
+learns."""
 
 import json
 import os
@@ -115,8 +116,11 @@ def test_an_existing_run_is_not_overwritten(recorded):
 def test_a_killed_server_is_replaced_and_ctrl_c_leaves_a_checkpoint(tmp_path):
     folder = tmp_path / "faults"
     process = subprocess.Popen(
-        command(folder, "--run.steps", "500", "--checkpoint.every", "1000"), cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )  # fmt: skip
+        command(folder, "--run.steps", "500", "--checkpoint.every", "1000"),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         metrics = RunFolder(folder).metrics_file
         assert eventually(lambda: metrics.exists() and len(read_rows(metrics)) >= 1, 200)

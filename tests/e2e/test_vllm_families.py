@@ -1,8 +1,8 @@
 """vLLM loads what the project exports, for every family that its CPU build computes, and agrees with the trainer on every token.
 
-Hugging Face folder -> dist-checkpoint -> four trainer ranks at TP 2 x EP 2, and -> Hugging Face folder -> vLLM. Not shown: GPT-OSS,
-whose sinks vLLM's CPU kernel reads as bf16 whatever the model's dtype; DeepSeek-V3 and Moonlight, of which a CPU kernel refuses fp32
-weights ("expect weight to be bfloat16, float16, int8, ..."); vLLM's quantised and fused kernels.
+Hugging Face folder -> dist-checkpoint -> four trainer ranks at TP 2 x EP 2, and -> Hugging Face folder -> vLLM. Not shown:
+GPT-OSS, whose sinks vLLM's CPU kernel reads as bf16 whatever the model's dtype; DeepSeek-V3 and Moonlight, of which a CPU kernel
+refuses fp32 weights ("expect weight to be bfloat16, float16, int8, ..."); vLLM's quantised and fused kernels.
 """
 
 import json

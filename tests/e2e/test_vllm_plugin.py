@@ -269,7 +269,8 @@ class Dying:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield item
 
-update_servers(VllmEngine(), GlooSender(bucket_bytes=1 << 14), [ServerAddress("server-0", sys.argv[1])], Dying(), 5, key="the run's key")
+server = ServerAddress("server-0", sys.argv[1])
+update_servers(VllmEngine(), GlooSender(bucket_bytes=1 << 14), [server], Dying(), 5, key="the run's key")
 """
 
 

@@ -1,4 +1,5 @@
-"""Muon's step on a GPU is the CPU's. Skipped without a GPU. Not shown: several GPUs, and Megatron's fused optimizers around it."""
+"""Muon's step on a GPU is the CPU's. Skipped without a GPU. Not shown: several GPUs, and Megatron's fused optimizers around
+it."""
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from tests.unit.optim.subject import SMALL
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-# Relative to the update's norm. fp32: the iteration raises rounding (6e-8 times the root of a sum's length) by up to 485. bf16: each of
-# fifteen products rounds to 2^-9 (0.036 on a CPU); gradients here are random, and so of full rank.
+# Relative to the update's norm. fp32: the iteration raises rounding (6e-8 times the root of a sum's length) by up to 485. bf16:
+# each of fifteen products rounds to 2^-9 (0.036 on a CPU); gradients here are random, and so of full rank.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 8e-2}
 
 

@@ -1,6 +1,8 @@
-"""Each factor, and each injected fault found and named, on a recorded step whose right log-probs transformers' model gave in float64.
+"""Each factor, and each injected fault found and named, on a recorded step whose right log-probs transformers' model gave in
+float64.
 
-Two ranks that hold the same experts and train different tokens. Not proved here: processes, checkpoints (tests/e2e/test_attribute.py).
+Two ranks that hold the same experts and train different tokens. Not proved here: processes, checkpoints
+(tests/e2e/test_attribute.py).
 """
 
 from collections.abc import Callable

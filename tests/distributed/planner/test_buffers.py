@@ -34,7 +34,7 @@ def test_what_lies_there_from_the_first_step_on(four: RankPool, name: str) -> No
             assert rank["parameters"] == predicted["parameters"]
             assert rank["gradients"] == predicted["gradients"]
         for term in ("optimizer state", "master weights"):
-            # Each rank has a piece of the buffers. Predicted is a piece without padding, and here, where parameters are small, up to 5 %
-            # of every piece is padding.
+            # Each rank has a piece of the buffers. Predicted is a piece without padding, and here, where parameters are small, up
+            # to 5 % of every piece is padding.
             fullest = max(rank[term] for rank in of_stage)
             assert 0 <= predicted[term] - fullest <= 0.05 * predicted[term]
