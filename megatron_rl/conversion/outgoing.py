@@ -15,10 +15,17 @@ from megatron_rl.wire.tensor_spec import TensorSpec
 
 
 class Outgoing(Protocol):
-    """specs: of every tensor of the folder, by name. config: what config.json says beside the model's own."""
+    """The tensors of an exported folder."""
 
-    specs: Mapping[str, TensorSpec]
-    config: Mapping[str, Any]
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Of every tensor of the folder, by name."""
+        ...
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What config.json has in addition to the model's own."""
+        ...
 
     def source_of(self, name: str) -> str:
         """The checkpoint's tensor that it is made from."""

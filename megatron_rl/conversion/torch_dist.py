@@ -62,7 +62,7 @@ class Chunk:
         spec = TensorSpec(self.key, self.shape, dtype_name(self.dtype))
         pages, _ = map_bytes(self.file, self.start, self.length)
         # zipfile finds the archive after whatever precedes it in the mapping.
-        with zipfile.ZipFile(pages) as archive:  # type: ignore[call-overload] - a mapping reads, seeks and tells
+        with zipfile.ZipFile(pages) as archive:  # type: ignore[call-overload]  # a mapping reads, seeks and tells
             data = [entry for entry in archive.infolist() if "/data/" in entry.filename]
         if len(data) != 1 or data[0].file_size != spec.num_bytes or data[0].compress_type != zipfile.ZIP_STORED:
             raise CheckpointError(

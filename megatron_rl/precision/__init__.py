@@ -1,7 +1,7 @@
-"""NVFP4: numerics, which weights are quantised, and the forms in which they travel and are stored.
+"""NVFP4: numerics, which weights are quantised, and the formats in which they are sent and stored.
 
 selection = Selection(table, modules=["experts"], exclude=["model.layers.0"])
-quantised = quantise(matrix, amax)              # packed bytes, block scales, global scale; amax of all that shares the last
+quantised = quantise(matrix, amax)              # packed bytes, block scales, global scale; amax of all that share it
 dequantise(quantised), fake_quantise(matrix, amax)    # the same values, to the last bit
 """
 

@@ -1,7 +1,8 @@
 """NVFP4 numerics: E2M1 values in blocks of 16 along the input dimension, one E4M3 scale a block, one fp32 scale a matrix.
 
-The order of operations is Transformer Engine's, in fp32, and every division is a true one: weights in bf16 lie on ties, where another
-order of the same formula gives other bytes. Trainer, exporter, weight sync and server plugin all come here for their values.
+The order of operations is Transformer Engine's, in fp32, and every division is a true one: weights in bf16 are often on ties,
+where another order of the same formula gives other bytes. Trainer, exporter, weight sync and server plugin all use these
+functions.
 
     S_enc = min(2688 / amax, FLT_MAX)                      2688 = 448 * 6; 1 for amax = 0; S_dec = 1 / S_enc
     s     = e4m3(max |x| of the block * (S_enc * (1 / 6)))
@@ -14,10 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.errors import UserError
+
 BLOCK = 16
 """Neighbouring inputs of one row that share a scale."""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of E2M1, by their codes 0 to 7; bit 3 of a code is the sign."""
+"""E2M1 values of the codes 0 to 7; bit 3 of a code is the sign."""
 
 _E4M3_MAX, _E2M1_MAX = 448.0, MAGNITUDES[-1]
 _FLT_MAX = torch.finfo(torch.float32).max
@@ -26,8 +29,8 @@ _CHUNK_ELEMENTS = 1 << 18  # fp32 temporaries of 1 MiB stay in a core's cache
 _GPU_CHUNK_ELEMENTS = 1 << 27
 
 
-class QuantisationError(ValueError):
-    """A tensor that has no NVFP4 form; the message names shape or value and the rule."""
+class QuantisationError(UserError, ValueError):
+    """Weights that cannot be quantised as configured; the message names shape or value and the rule."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,11 @@ class Nvfp4:
     block_scales: Tensor
     """float8_e4m3fn [outputs, inputs / 16]."""
     global_scale: Tensor
-    """f32 []: S_dec, what values are multiplied with last (ModelOpt's weight_scale_2)."""
+    """f32 []: S_dec, which values are multiplied with last (ModelOpt's weight_scale_2)."""
 
     @property
     def num_bytes(self) -> int:
+        """Of packed values and scales."""
         return sum(part.numel() * part.element_size() for part in (self.packed, self.block_scales, self.global_scale))
 
 
@@ -53,16 +57,24 @@ def amax_of(matrix: Tensor) -> Tensor:
 
 
 def encoding_scale(amax: Tensor) -> Tensor:
-    """S_enc, f32, of the largest magnitude of all that shares a global scale (compressed-tensors' weight_global_scale)."""
+    """S_enc, f32 (compressed-tensors' weight_global_scale).
+
+    Args:
+        amax: f32, largest magnitude of all that share the global scale.
+    """
     scale = torch.div(torch.full_like(amax, _E4M3_MAX * _E2M1_MAX), amax).clamp(max=_FLT_MAX)
     return torch.where(amax == 0, torch.ones_like(amax), scale)
 
 
 def quantise(matrix: Tensor, amax: Tensor) -> Nvfp4:
-    """A matrix [outputs, inputs] of any floating dtype; rows or whole blocks of columns give the same rows or blocks of the result.
+    """Quantise a matrix; some of its rows, or whole blocks of its columns, give the same rows or blocks of the result.
 
-    amax: f32 [], of everything that shares the global scale with this matrix, at least its own. QuantisationError if it is not finite,
-    or inputs are no multiple of 16.
+    Args:
+        matrix: [outputs, inputs], of any floating dtype.
+        amax: f32 [], of everything that shares the global scale with this matrix, at least its own.
+
+    Raises:
+        QuantisationError: amax is not finite, or inputs are not a multiple of 16.
     """
     _check(matrix, amax)
     packed = matrix.new_empty((matrix.shape[0], matrix.shape[1] // 2), dtype=torch.uint8)
@@ -99,7 +111,8 @@ def fake_quantise(matrix: Tensor, amax: Tensor) -> Tensor:
 def codes_of(values: Tensor) -> Tensor:
     """u8 codes of E2M1 values, fp32; -0 has code 8."""
     bits = values.view(torch.int32)
-    # From 1 on, a code is the exponent and the first bit of the fraction of fp32, with another bias; below it there is only 0.5.
+    # For magnitudes of 1 or more, a code is the exponent and the first bit of the fraction of fp32, with another bias; below is
+    # only 0.5.
     magnitudes = torch.maximum(((bits & _MAGNITUDE_BITS) >> 22) - 252, (values != 0).to(torch.int32))
     return (magnitudes | ((bits >> 28) & 8)).to(torch.uint8)
 
@@ -118,7 +131,7 @@ def _rounded(matrix: Tensor, encoding: Tensor) -> tuple[Tensor, Tensor]:
     """E2M1 values in fp32 [rows, inputs] and the block scales, e4m3 [rows, inputs / 16]."""
     blocks = matrix.to(torch.float32).unflatten(-1, (-1, BLOCK))
     sixth = torch.tensor(1.0 / _E2M1_MAX, dtype=torch.float32, device=matrix.device)
-    # torch's conversion saturates nothing: what rounding lifts above 448 would become NaN.
+    # torch's conversion does not saturate: what rounding lifts above 448 would become NaN.
     scales = (blocks.abs().amax(dim=-1) * (encoding * sixth)).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
     factor = _reciprocal(scales.to(torch.float32) * _reciprocal(encoding)).clamp(max=_FLT_MAX)
     return _to_e2m1(blocks * factor.unsqueeze(-1)).flatten(-2), scales
@@ -127,7 +140,7 @@ def _rounded(matrix: Tensor, encoding: Tensor) -> tuple[Tensor, Tensor]:
 def _to_e2m1(values: Tensor) -> Tensor:
     """The nearest E2M1 value, ties to the even code; larger ones become 6. Overwrites its argument."""
     values.clamp_(-_E2M1_MAX, _E2M1_MAX)
-    # The power of two below each magnitude, at least 1: its half is the distance of E2M1 values there, and multiples of that
+    # The power of two below each magnitude, at least 1: half of it is the distance of E2M1 values there, and multiples of that
     # distance are even exactly where the codes are.
     distance = (values.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_(min=1.0).mul_(0.5)
     return values.div_(distance).round_().mul_(distance)
@@ -152,7 +165,7 @@ def _row_chunks(matrix: Tensor) -> list[slice]:
 def _check(matrix: Tensor, amax: Tensor) -> None:
     if matrix.dim() != 2 or matrix.shape[1] % BLOCK:
         raise QuantisationError(
-            f"shape {list(matrix.shape)}: NVFP4 takes matrices whose inputs, the columns, are a multiple of {BLOCK}"
+            f"shape {list(matrix.shape)}: NVFP4 needs matrices whose columns (inputs) are a multiple of {BLOCK}"
         )
     if not bool(torch.isfinite(amax)):
         raise QuantisationError(f"amax = {float(amax)}: NVFP4 has no scale for values that are not finite")

@@ -9,14 +9,19 @@ from megatron_rl.precision.nvfp4 import BLOCK, QuantisationError
 from megatron_rl.weight_mapping import HeldParameter, Parameter, ParameterTable, Role
 
 ROLES = {"attention": Role.ATTENTION, "mlp": Role.MLP, "experts": Role.EXPERT}
-"""By the words of the configuration."""
+"""By the names in [precision] modules."""
 
 
 class Selection:
-    """The quantised parameters of one model, and who shares a global scale with whom.
+    """The quantised parameters of one model, and which of them share a global scale.
 
-    modules: of ROLES. exclude: patterns of Hugging Face module names, matched segment by segment from the first on. QuantisationError
-    lists all that NVFP4 or a server's fused matrices do not allow.
+    Args:
+        table: The model's parameters.
+        modules: Of ROLES.
+        exclude: Patterns of Hugging Face module names, matched segment by segment from the first one.
+
+    Raises:
+        QuantisationError: Lists everything that NVFP4 or a server's fused matrices do not allow.
     """
 
     def __init__(self, table: ParameterTable, modules: Sequence[str] = tuple(ROLES), exclude: Sequence[str] = ()) -> None:
@@ -25,12 +30,15 @@ class Selection:
         left_out = {name for parameter in candidates for name in module_names(parameter) if _matches_any(name, exclude)}
         self.parameters = tuple(p for p in candidates if not left_out.issuperset(module_names(p)))
         _raise(
-            _unknown_patterns(table, exclude) + _torn(candidates, left_out) + _stacked(self.parameters) + _uneven(self.parameters)
+            _unknown_patterns(table, exclude)
+            + _split_up(candidates, left_out)
+            + _stacked(self.parameters)
+            + _uneven(self.parameters)
         )
         self.groups: tuple[str, ...] = tuple(dict.fromkeys(_group(parameter) for parameter in self.parameters))
-        """Names of the quantisation groups, each with one global scale, in the model's order."""
+        """Names of the quantisation groups, each with one global scale, in the table's order."""
         self.group_of: dict[str, str] = {t.name: _group(p) for p in self.parameters for t in p.hf}
-        """By the Hugging Face name of a quantised tensor."""
+        """Group of each quantised tensor, by its Hugging Face name."""
 
     @property
     def names(self) -> set[str]:
@@ -39,16 +47,20 @@ class Selection:
 
 
 def selection_of(section: Precision, table: ParameterTable) -> Selection:
-    """Of what is quantised on either side; of nothing where neither is."""
+    """What trainer or servers quantise; nothing where neither does."""
     quantises = section.training == "qat" or section.rollouts == "nvfp4"
     return Selection(table, section.modules if quantises else (), section.exclude if quantises else ())
 
 
 def check_cuts(parameters: Iterable[HeldParameter]) -> None:
-    """QuantisationError where a rank's shard would cut through blocks."""
+    """Return if each shard consists of whole blocks.
+
+    Raises:
+        QuantisationError: A rank's shard would cut through blocks; lists all.
+    """
     wrong = {
-        f"{held.parameter.template}: {held.parameter.shape[-1]} inputs over {held.num_shards} ranks are {held.shape[-1]} a rank, no "
-        f"multiple of {BLOCK}: blocks would be cut; use a smaller layout.tensor or layout.expert_tensor, or exclude it"
+        f"{held.parameter.template}: {held.parameter.shape[-1]} inputs over {held.num_shards} ranks are {held.shape[-1]} "
+        f"per rank, not a multiple of {BLOCK}; use a smaller layout.tensor or layout.expert_tensor, or exclude it"
         for held in parameters
         if held.shape[-1] % BLOCK
     }
@@ -56,12 +68,12 @@ def check_cuts(parameters: Iterable[HeldParameter]) -> None:
 
 
 def module_names(parameter: Parameter) -> list[str]:
-    """Hugging Face names of the linear maps that it is made of."""
+    """Hugging Face names of the linear maps that a parameter is made of."""
     return [tensor.name.removesuffix(".weight") for tensor in parameter.hf]
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether the pattern is the module or one above it."""
+    """Whether the pattern is the name of the module, or of one that contains it."""
     segments, wanted = name.split("."), pattern.split(".")
     return len(wanted) <= len(segments) and all(map(fnmatchcase, segments, wanted))
 
@@ -77,18 +89,17 @@ def _group(parameter: Parameter) -> str:
 
 def _unknown_patterns(table: ParameterTable, exclude: Sequence[str]) -> list[str]:
     modules = [name for parameter in table.parameters for name in module_names(parameter)]
-    return [
-        f"exclude: {pattern!r} is the name of no module" for pattern in exclude if not any(matches(m, pattern) for m in modules)
-    ]
+    return [f"exclude: {pattern!r} matches no module" for pattern in exclude if not any(matches(m, pattern) for m in modules)]
 
 
-def _torn(candidates: Sequence[Parameter], left_out: set[str]) -> list[str]:
-    """What a server multiplies with in one matrix, or in one kernel (all experts of a layer), is quantised whole or not at all."""
+def _split_up(candidates: Sequence[Parameter], left_out: set[str]) -> list[str]:
+    """What a server fuses into one matrix or one kernel (all experts of a layer) is quantised completely or not at all."""
     fused: dict[object, set[str]] = defaultdict(set)
     for parameter in candidates:
         fused[("experts of layer", parameter.layer) if parameter.is_expert else _group(parameter)].update(module_names(parameter))
     return [
-        f"exclude: leaves out {', '.join(sorted(names & left_out)[:3])} but not {', '.join(sorted(names - left_out)[:3])}, which servers fuse"
+        f"exclude: leaves out {', '.join(sorted(names & left_out)[:3])} but not {', '.join(sorted(names - left_out)[:3])}, "
+        "which servers fuse with them; exclude all of these or none"
         for names in fused.values()
         if names & left_out and names - left_out
     ]
@@ -101,9 +112,11 @@ def _stacked(parameters: Sequence[Parameter]) -> list[str]:
 
 def _uneven(parameters: Sequence[Parameter]) -> list[str]:
     shapes = {(parameter.template, parameter.shape) for parameter in parameters if parameter.shape[-1] % BLOCK}
-    return [f"{name}: {shape[-1]} inputs are no multiple of {BLOCK}; exclude it" for name, shape in sorted(shapes)]
+    return [f"{name}: {shape[-1]} inputs are not a multiple of {BLOCK}; exclude it" for name, shape in sorted(shapes)]
 
 
 def _raise(problems: Sequence[str]) -> None:
     if problems:
-        raise QuantisationError("this model cannot be quantised so:\n  " + "\n  ".join(problems))
+        raise QuantisationError(
+            "this model cannot be quantised with these settings ([precision] modules, exclude):\n  " + "\n  ".join(problems)
+        )

@@ -1,4 +1,4 @@
-"""A model's tensors on their way to the servers, those of a selection as NVFP4, under ModelOpt's names."""
+"""The tensors of a weight update, quantised ones as NVFP4 under ModelOpt's names."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -9,10 +9,15 @@ from megatron_rl.precision.checkpoint import CheckpointFormat, ModelOpt
 
 
 def wire_format(precision: Precision, *, own_layers: bool) -> ModelOpt:
-    """own_layers: whether the servers have NVFP4 layers; others unpack what they get.
+    """The format in which weight updates are sent.
 
-    vLLM's layers have a place for the scale of activations even where they quantise none (W4A16), and a layer is loaded as soon as all of
-    it has come: without this scale none would be before the end of the update, and the server would hold all weights twice.
+    vLLM's layers have a place for the scale of activations even where they quantise none (W4A16), and a layer is loaded as soon
+    as all its tensors have arrived: without this scale no layer would be complete before the end of the update, and the server
+    would hold all weights twice.
+
+    Args:
+        precision: The run's section [precision].
+        own_layers: Whether the servers have NVFP4 layers; others unpack the weights.
     """
     return ModelOpt(precision.activation_amax) if own_layers else ModelOpt()
 
@@ -23,9 +28,16 @@ def quantised_stream(
     amaxes: Mapping[str, Tensor],
     stored_as: CheckpointFormat,
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """`tensors` by Hugging Face names, each quantised one as its packed tensors. None (on a rank that only gathers) stays None.
+    """The tensors, each quantised one as its packed tensors.
 
-    group_of: of the quantised tensors, as Selection has it. amaxes: f32 [], by group.
+    Args:
+        tensors: By Hugging Face names; None (on a rank that only takes part in gathering) stays None.
+        group_of: Group of each quantised tensor, as Selection has it.
+        amaxes: f32 [], by group.
+        stored_as: The format of quantised tensors.
+
+    Yields:
+        Names and tensors, in the order of `tensors`.
     """
     for name, tensor in tensors:
         if name not in group_of:

@@ -1,4 +1,4 @@
-"""Packed weights that arrive tensor by tensor, back to plain ones: for servers without FP4 kernels."""
+"""Dequantises NVFP4 weights that arrive tensor by tensor: for servers without FP4 kernels."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,12 @@ _PARTS = (ModelOpt.packed, ModelOpt.block_scales, ModelOpt.global_scale)
 
 
 class Unpacker:
-    """names: of all that will arrive, which tell packed weights from plain ones. dtype: of the unpacked weights."""
+    """Puts packed weights together and dequantises them.
+
+    Args:
+        names: All names that will arrive; they tell packed weights from plain ones.
+        dtype: Of the dequantised weights.
+    """
 
     def __init__(self, names: Iterable[str], dtype: torch.dtype) -> None:
         self._packed = {name.removesuffix(ModelOpt.global_scale) for name in names if name.endswith("." + ModelOpt.global_scale)}
@@ -20,7 +25,11 @@ class Unpacker:
         self._arrived: dict[str, dict[str, Tensor]] = {}
 
     def add(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-        """A plain tensor as it is; a packed weight when the last of its three tensors is there, None before."""
+        """Take the next tensor.
+
+        Returns:
+            A plain tensor as it is; a packed weight, dequantised, with the last of its three tensors; None before that.
+        """
         module, dot, part = name.rpartition(".")
         if module + dot not in self._packed or part not in _PARTS:
             return name, tensor
@@ -33,5 +42,5 @@ class Unpacker:
 
     @property
     def incomplete(self) -> list[str]:
-        """Modules of which only a part has arrived."""
+        """Modules of which only some tensors have arrived."""
         return sorted(self._arrived)

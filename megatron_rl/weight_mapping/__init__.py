@@ -1,13 +1,13 @@
-"""How each Megatron parameter maps to logical (Hugging Face) matrices: declared once per model family.
+"""How each Megatron parameter maps to Hugging Face tensors: declared once per model family.
 
     table = ParameterTable(hf_config, padded_vocab_size=layout.padded_vocab_size(hf_config["vocab_size"]))
     placement = Placement(table, layout)
-    for (chunk, name), held in placement.held_by(rank).items():    # what a rank holds, under Megatron's local names
+    for (chunk, name), held in placement.held_by(rank).items():    # a rank's parameters, by Megatron's local names
         shard = held.shard_from_hf(hf_tensors)
     full = parameter.unshard(shards)                               # shards of placement.owners(parameter), in that order
     for hf_name, tensor in parameter.to_hf(full): ...
 
-Conversion, weight sync, Muon and NVFP4 read this table; none of them has a list of names of its own.
+Conversion, weight sync, Muon and NVFP4 read this table; none of them has its own list of names.
 """
 
 from megatron_rl.weight_mapping.architecture import (

@@ -1,4 +1,4 @@
-"""What a model is, read from its Hugging Face config: plain values, from which the engine makes Megatron's config."""
+"""A model's architecture as plain values, read from its Hugging Face config; the engine makes Megatron's config from it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +16,7 @@ class GroupedQueryAttention:
     qk_norm: bool
     """RMSNorm over each head of q and k, one weight of [head_dim] for all heads (Qwen3)."""
     qkv_bias: bool = False
-    """Biases on q, k and v (GLM); on the output projection too only with ModelArchitecture.linear_biases."""
+    """Biases on q, k and v (GLM). The output projection has one only with ModelArchitecture.linear_biases."""
     sinks: bool = False
     """Each head has a learned logit that takes part in the softmax and attends to nothing (GPT-OSS)."""
     window: int | None = None
@@ -34,15 +34,17 @@ class LatentAttention:
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
-    """Part of each head of q and k that is rotated, in interleaved pairs; that of k is the same for all heads."""
+    """Dimensions of each head of q and k that are rotated, in interleaved pairs; those of k are the same for all heads."""
     v_head_dim: int
 
     @property
     def num_query_groups(self) -> int:
+        """Every head has its own k and v."""
         return self.num_heads
 
     @property
     def q_head_dim(self) -> int:
+        """Width of one head of q and k."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
@@ -55,19 +57,19 @@ class MixtureOfExperts:
     ffn_hidden_size: int
     """Width of one expert."""
     layers: tuple[int, ...]
-    """Numbers of the layers that have experts; the others are dense."""
+    """Numbers of the layers with experts, ascending; the others are dense."""
     normalize_top_k: bool
-    """True: the chosen scores are divided by their sum. False: they are used as softmax over all experts gave them."""
+    """True: the chosen scores are divided by their sum. False: they stay as the softmax over all experts computes them."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     selection_bias: bool = False
-    """A fp32 vector, balanced by hand and not by gradients, is added to the scores for the choice alone (DeepSeek-V3)."""
+    """An fp32 vector is added to the scores for the choice of experts only; it is balanced without gradients (DeepSeek-V3)."""
     num_groups: int = 1
     top_k_groups: int = 1
-    """Experts are chosen from the best groups alone."""
+    """Experts are chosen only from this many best groups."""
     scaling_factor: float = 1.0
-    """Of the weights of the chosen experts."""
+    """Multiplies the weights of the chosen experts."""
     shared_ffn_hidden_size: int = 0
-    """Width of the MLP that every token goes through beside its experts; 0: none."""
+    """Width of the MLP that every token passes in addition to its experts; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -91,20 +93,23 @@ class Rope:
     """linear: positions are divided by `factor`. llama3: low frequencies are, with the constants of Llama 3.1."""
     factor: float = 1.0
     fraction: float = 1.0
-    """Share of each head that is rotated, its first entries."""
+    """Fraction of each head that is rotated: its first dimensions."""
     yarn: Yarn | None = None
 
 
 @dataclass(frozen=True)
 class ModelArchitecture:
-    """A pre-norm decoder with RMSNorm, rotary positions and gated MLPs."""
+    """A pre-norm decoder with RMSNorm, rotary positions and gated MLPs.
+
+    A checkpoint of a run holds these fields under their names: a renamed field would keep it from being resumed.
+    """
 
     model_type: str
     """As in config.json, e.g. "qwen3_moe"."""
     num_layers: int
     hidden_size: int
     vocab_size: int
-    """True size, as in config.json: padding for tensor parallelism is not part of the model."""
+    """As in config.json, without padding for tensor parallelism."""
     ffn_hidden_size: int
     """Width of the MLP in dense layers."""
     attention: GroupedQueryAttention | LatentAttention
@@ -115,12 +120,12 @@ class ModelArchitecture:
     """The output layer uses the embedding's weight."""
     max_position_embeddings: int
     initializer_range: float
-    """Standard deviation of freshly made weights."""
+    """Standard deviation of random initial weights."""
     linear_biases: bool = False
     """All linear maps of the layers, the router too, have biases (GPT-OSS)."""
     num_mtp_layers: int = 0
-    """Layers behind the last one that predict further tokens (multi-token prediction). They take no part in the function from token ids
-    to logits; they are trained by a loss of their own, or only carried along."""
+    """Layers after the last decoder layer that predict further tokens (multi-token prediction, MTP). They take no part in the
+    function from token ids to logits; they have their own loss, or are only kept unchanged."""
     swiglu_limit: float | None = None
     """None: silu(gate) * up. Given: both are clamped to it, then gate * sigmoid(1.702 * gate) * (up + 1) (GPT-OSS)."""
 
@@ -132,10 +137,12 @@ class ModelArchitecture:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts; empty for a dense model."""
         return self.moe.layers if self.moe else ()
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers without experts."""
         sparse = set(self.moe_layers)
         return tuple(layer for layer in range(self.num_layers) if layer not in sparse)
 

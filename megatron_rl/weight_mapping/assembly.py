@@ -14,8 +14,8 @@ def names_completed_by(parameter: Parameter) -> list[str]:
 class Assembly:
     """Assembles Hugging Face tensors from parameters in the table's order.
 
-    A tensor of one parameter is passed on as it is. A tensor of all experts is kept until the last expert has arrived, so at most a few
-    are in memory at a time.
+    A tensor of one parameter is passed on as it is. A tensor of all experts is kept until the last expert has arrived, so at most
+    a few are in memory at a time.
     """
 
     def __init__(self) -> None:

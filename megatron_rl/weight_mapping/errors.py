@@ -1,19 +1,21 @@
-"""What can be wrong with a model's description or with the tensors that are said to belong to it."""
+"""Errors of model configs and of tensors that do not fit them."""
 
 import difflib
 from collections.abc import Iterable
 
-
-class UnknownFamilyError(ValueError):
-    """No table describes this kind of model."""
+from megatron_rl.errors import UserError
 
 
-class UnsupportedArchitectureError(ValueError):
-    """The Hugging Face config asks for something that the family's table or Megatron cannot express."""
+class UnknownFamilyError(UserError, ValueError):
+    """No family of this package has the config's model_type and architectures."""
 
 
-class TensorMismatchError(ValueError):
-    """Tensors that are missing, left over, or of the wrong shape; the message lists all of them."""
+class UnsupportedArchitectureError(UserError, ValueError):
+    """The Hugging Face config asks for something that the family's rules or Megatron cannot express."""
+
+
+class TensorMismatchError(UserError, ValueError):
+    """A tensor is missing, unexpected, or of the wrong shape."""
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 2) -> str:

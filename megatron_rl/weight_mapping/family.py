@@ -1,7 +1,8 @@
-"""What a model family has to say: how its config is read, and the rules of its table."""
+"""What a model family defines: how its config is read, and its mapping rules."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megatron_rl.weight_mapping.architecture import ModelArchitecture
@@ -17,16 +18,26 @@ class Family(ABC):
     model_type: str
     causal_lm: str
     """Name of the class in the config's `architectures`: a checkpoint with another head has other tensors."""
-    written_out: Mapping[str, Any] = {}
-    """Keys that a written config.json states, because a server looks for them and not every source does."""
+    written_out: Mapping[str, Any] = MappingProxyType({})
+    """Keys that every written config.json gets: a server needs them, and not every source has them."""
 
     @abstractmethod
     def architecture(self, hf_config: Mapping[str, Any]) -> ModelArchitecture:
-        """Read the config; UnsupportedArchitectureError lists everything in it that cannot be expressed."""
+        """Read config.json.
+
+        Raises:
+            UnsupportedArchitectureError: Lists everything in it that cannot be expressed.
+        """
 
     @abstractmethod
     def rules(self, model: ModelArchitecture, padded_vocab_size: int, naming: NamingScheme) -> list[MappingRule]:
-        """The table of the family, for one model."""
+        """The family's mapping rules for one model.
+
+        Args:
+            model: The model's architecture.
+            padded_vocab_size: Rows of Megatron's embedding and output layer.
+            naming: How Megatron names the parameters.
+        """
 
     def parameters(
         self, model: ModelArchitecture, padded_vocab_size: int | None = None, naming: NamingScheme = LOCAL
@@ -36,5 +47,5 @@ class Family(ABC):
         return expand(self.rules(model, padded, naming), model.num_layers)
 
     def mtp_parameters(self, model: ModelArchitecture, naming: NamingScheme = LOCAL) -> list[Parameter]:
-        """Those of the layers for multi-token prediction, which `parameters` leaves out."""
+        """The parameters of the MTP layers, which `parameters` leaves out."""
         return mtp_parameters(model, lambda deeper: self.rules(deeper, deeper.vocab_size, naming))

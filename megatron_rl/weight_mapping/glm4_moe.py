@@ -8,11 +8,11 @@ from megatron_rl.weight_mapping.llama import Llama
 
 
 class SigmoidExperts(Llama):
-    """What GLM's and DeepSeek's sparse layers have in common."""
+    """Common to the sparse layers of GLM and DeepSeek."""
 
     default_first_sparse_layer = 1
     default_groups = (1, 1)
-    """How many groups of experts there are, and how many of them a token may choose from."""
+    """Number of expert groups, and how many of them a token may choose from."""
     default_scaling_factor = 1.0
 
     def _experts(self, read: ConfigReader, num_layers: int) -> MixtureOfExperts | None:
@@ -23,28 +23,40 @@ class SigmoidExperts(Llama):
         num_groups, top_k_groups = read.integer("n_group", default=groups), read.integer("topk_group", default=chosen)
         if num_groups > 1 and top_k != 2 * top_k_groups:
             read.reject(
-                f"n_group = {num_groups}, topk_group = {top_k_groups}, num_experts_per_tok = {top_k}: Hugging Face ranks groups by their two best "
-                "experts, Megatron by num_experts_per_tok / topk_group of them; they agree where that is two"
+                f"n_group = {num_groups}, topk_group = {top_k_groups}, num_experts_per_tok = {top_k}: Hugging Face ranks groups "
+                "by their two best experts, Megatron by their num_experts_per_tok / topk_group best; "
+                "these agree only where that is two"
             )
         read.only("norm_topk_prob", True, why="Megatron always divides the chosen sigmoid scores by their sum")
         read.only("scoring_func", "sigmoid", why="only sigmoid scores are built for this family")
         read.only("topk_method", "noaux_tc", why="only the choice by biased scores is built")
-        read.only("moe_layer_freq", 1, why="experts in every layer behind the dense ones are built")
+        read.only("moe_layer_freq", 1, why="only experts in every layer after the leading dense ones are built")
         layers = tuple(range(first, num_layers))
         if not layers:
             return None
         return MixtureOfExperts(
-            num_experts, top_k, width, layers, normalize_top_k=True, scoring="sigmoid", selection_bias=True, num_groups=num_groups,
-            top_k_groups=top_k_groups, scaling_factor=read.number("routed_scaling_factor", self.default_scaling_factor), shared_ffn_hidden_size=shared * width,
-        )  # fmt: skip
+            num_experts,
+            top_k,
+            width,
+            layers,
+            normalize_top_k=True,
+            scoring="sigmoid",
+            selection_bias=True,
+            num_groups=num_groups,
+            top_k_groups=top_k_groups,
+            scaling_factor=read.number("routed_scaling_factor", self.default_scaling_factor),
+            shared_ffn_hidden_size=shared * width,
+        )
 
-    def _particulars(self, read: ConfigReader) -> dict[str, Any]:
-        return super()._particulars(read) | {
+    def _further_fields(self, read: ConfigReader) -> dict[str, Any]:
+        return super()._further_fields(read) | {
             "num_mtp_layers": read.count("num_nextn_predict_layers", read.count("num_mtp_layers", 0))
         }
 
 
 class Glm4Moe(SigmoidExperts):
+    """GLM-4.5 and 4.6."""
+
     model_type = "glm4_moe"
     causal_lm = "Glm4MoeForCausalLM"
     default_max_positions = 131072

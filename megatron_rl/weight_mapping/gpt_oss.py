@@ -1,4 +1,4 @@
-"""GPT-OSS: biases everywhere, attention sinks, every other layer with a window, a clamped gate, experts stacked in one tensor."""
+"""GPT-OSS: biases on all linear maps, attention sinks, windows in every other layer, a clamped gate, stacked experts."""
 
 from typing import Any
 
@@ -14,6 +14,8 @@ _SWIGLU_LIMIT = 7.0
 
 
 class GptOss(Llama):
+    """GPT-OSS 20B and 120B, with weights in bf16."""
+
     model_type = "gpt_oss"
     causal_lm = "GptOssForCausalLM"
     default_head_dim = 64
@@ -25,30 +27,37 @@ class GptOss(Llama):
     def _attention(self, read: ConfigReader, hidden: int, num_layers: int) -> GroupedQueryAttention:
         heads, groups = read.integer("num_attention_heads"), read.integer("num_key_value_heads")
         read.only("attention_bias", True, why="the published models have biases on all of q, k, v and the output projection")
-        kinds = read.strings("layer_types") or ["sliding_attention", "full_attention"] * (num_layers // 2 + 1)
-        kinds = kinds[:num_layers]
-        if set(kinds) - {"sliding_attention", "full_attention"} or len(kinds) != num_layers:
-            read.reject(f"layer_types = {kinds}: has to name sliding_attention or full_attention for each of {num_layers} layers")
-        windowed = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+        layer_types = read.strings("layer_types") or ["sliding_attention", "full_attention"] * (num_layers // 2 + 1)
+        layer_types = layer_types[:num_layers]
+        if set(layer_types) - {"sliding_attention", "full_attention"} or len(layer_types) != num_layers:
+            read.reject(
+                f"layer_types = {layer_types}: must be sliding_attention or full_attention for each of {num_layers} layers"
+            )
         return GroupedQueryAttention(
-            heads, groups, read.integer("head_dim", default=self.default_head_dim), qk_norm=False, qkv_bias=True, sinks=True,
-            window=read.integer("sliding_window", default=128), windowed_layers=windowed,
-        )  # fmt: skip
+            heads,
+            groups,
+            read.integer("head_dim", default=self.default_head_dim),
+            qk_norm=False,
+            qkv_bias=True,
+            sinks=True,
+            window=read.integer("sliding_window", default=128),
+            windowed_layers=tuple(layer for layer, of in enumerate(layer_types) if of == "sliding_attention"),
+        )
 
     def _experts(self, read: ConfigReader, num_layers: int) -> MixtureOfExperts:
         num_experts, top_k = read.experts("num_local_experts", "num_experts")
-        read.skip("experts_per_token")  # a second naming in published configs
+        read.skip("experts_per_token")  # an alias in published configs
         return MixtureOfExperts(
             num_experts, top_k, read.integer("intermediate_size"), tuple(range(num_layers)), normalize_top_k=True
         )
 
-    def _particulars(self, read: ConfigReader) -> dict[str, Any]:
+    def _further_fields(self, read: ConfigReader) -> dict[str, Any]:
         read.only("swiglu_limit", _SWIGLU_LIMIT, why="transformers and vLLM compute with this constant")
-        read.skip("initial_context_length")  # said again in the rope's settings
+        read.skip("initial_context_length")  # repeated in the rope's settings
         return {"linear_biases": True, "swiglu_limit": _SWIGLU_LIMIT}
 
     def _layer_types(self, read: ConfigReader) -> None:
-        """Read with the attention."""
+        """`_attention` reads them."""
 
     def _sparse_rules(self, model: ModelArchitecture, moe: MixtureOfExperts, naming: NamingScheme) -> list[MappingRule]:
         return [*router_rules(model, moe, naming, self.expert_names), *stacked_expert_rules(model, moe, naming)]

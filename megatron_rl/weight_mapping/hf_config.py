@@ -1,7 +1,6 @@
 """Reads a Hugging Face config so that nothing in it is ignored by accident.
 
-Every key is taken by a family, known to leave the model's function alone, or an error. All problems are collected
-and raised together.
+Every key is read by a family, known not to affect the logits, or an error. All problems are collected and raised together.
 """
 
 from collections.abc import Mapping
@@ -11,8 +10,8 @@ from typing import Any
 from megatron_rl.weight_mapping.architecture import Rope, Yarn
 from megatron_rl.weight_mapping.errors import UnsupportedArchitectureError
 
-# Keys that say nothing about the function from token ids to logits: identity of the file, tokens, generation, inference
-# caches, and settings of training objectives (auxiliary losses) that belong to this program's own config.
+# Keys that do not affect the function from token ids to logits: identity of the file, special tokens, generation, inference
+# caches, and settings of training objectives (auxiliary losses), which belong to this program's own config.
 _NEUTRAL = {
     "_attn_implementation",
     "_name_or_path",
@@ -48,7 +47,7 @@ _REQUIRED = object()
 
 
 class ConfigReader:
-    """Takes values out of one config; `finish` raises what was wrong and what nobody took."""
+    """Reads values of one config; `finish` raises what was wrong and which keys were not read."""
 
     def __init__(self, hf_config: Mapping[str, Any]) -> None:
         self._config = hf_config
@@ -56,7 +55,7 @@ class ConfigReader:
         self._problems: list[str] = []
 
     def integer(self, *keys: str, default: Any = _REQUIRED) -> int:
-        """A positive integer under the first of `keys` that is there (a key may have several spellings)."""
+        """A positive integer under the first of `keys` that is there (a key may have aliases)."""
         value = self._value(keys, default)
         if type(value) is not int or value < 1:
             self._reject(keys, value, "must be a positive integer")
@@ -68,7 +67,7 @@ class ConfigReader:
         return None if self._value((key,), None) is None else self.integer(key)
 
     def count(self, key: str, default: int) -> int:
-        """An integer from 0 on."""
+        """An integer, 0 or more."""
         value = self._value((key,), default)
         if type(value) is not int or value < 0:
             self._reject((key,), value, "must be an integer, 0 or more")
@@ -76,13 +75,14 @@ class ConfigReader:
         return value
 
     def experts(self, *keys: str) -> tuple[int, int]:
-        """How many experts there are, under the first of `keys`, and how many of them a token goes to."""
+        """Number of experts, under the first of `keys` that is there, and experts per token."""
         num_experts, top_k = self.integer(*keys), self.integer("num_experts_per_tok")
         if top_k > num_experts:
             self.reject(f"num_experts_per_tok = {top_k} is more than {keys[0]} = {num_experts}")
         return num_experts, top_k
 
     def number(self, key: str, default: float) -> float:
+        """An integer or a float, as a float."""
         value = self._value((key,), default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             self._reject((key,), value, "must be a number")
@@ -90,12 +90,14 @@ class ConfigReader:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
         value = self._value((key,), default)
         if not isinstance(value, bool):
             self._reject((key,), value, "must be true or false")
         return bool(value)
 
     def layer_list(self, key: str, num_layers: int) -> tuple[int, ...]:
+        """Layer numbers below `num_layers`; absent or null: empty."""
         value = self._value((key,), [])
         if not isinstance(value, list) or not all(type(n) is int and 0 <= n < num_layers for n in value):
             self._reject((key,), value, f"must be a list of layer numbers in 0..{num_layers - 1}")
@@ -103,7 +105,13 @@ class ConfigReader:
         return tuple(value)
 
     def only(self, key: str, *allowed: Any, why: str) -> None:
-        """Accept `key` only with one of `allowed` (an absent or null key counts as the first of them)."""
+        """Accept only some values of a key.
+
+        Args:
+            key: The key; absent or null counts as the first of `allowed`.
+            allowed: The accepted values.
+            why: The reason, in the error message.
+        """
         value = self._value((key,), allowed[0])
         if value not in allowed:
             self._reject((key,), value, why)
@@ -117,13 +125,16 @@ class ConfigReader:
         return value
 
     def skip(self, *keys: str) -> None:
-        """Accept whatever these keys say; the caller knows that it has no effect."""
+        """Accept any value of these keys; the caller knows that it has no effect."""
         self._taken.update(keys)
 
     def rope(self, default_theta: float = 10000.0, default_fraction: float | None = None) -> Rope:
-        """Both spellings: `rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling` (before).
+        """The rotary embedding, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
 
-        default_fraction: of each head that is rotated, where the family can rotate a part; None: it rotates whole heads.
+        Args:
+            default_theta: Base frequency where the config has none.
+            default_fraction: Fraction of each head that is rotated where the config does not say, for a family that can rotate a
+                part of it; None: the family rotates whole heads.
         """
         settings = self._value(("rope_parameters", "rope_scaling"), {})
         if self._config.get("rope_scaling") not in (None, settings):
@@ -132,7 +143,7 @@ class ConfigReader:
             self._reject(("rope_parameters",), settings, "must be one flat table; frequencies by layer type are not supported")
             return Rope(default_theta)
         settings = dict(settings)
-        # transformers 4 wrote theta beside the table, and some files hold it at both places.
+        # transformers 4 wrote theta outside the table, and some files have it in both places.
         outside = self._value(("rope_theta",), None)
         theta = settings.pop("rope_theta", outside if outside is not None else default_theta)
         kind = settings.pop("rope_type", settings.get("type", "default"))
@@ -151,12 +162,16 @@ class ConfigReader:
         return Rope(float(theta), kind, float(factor), fraction)
 
     def finish(self) -> None:
-        """Raise UnsupportedArchitectureError with everything that was found, or return."""
+        """Return if the config is understood.
+
+        Raises:
+            UnsupportedArchitectureError: Lists everything that was wrong, and the keys that were not read.
+        """
         for key, value in self._config.items():
-            # A null, false or empty entry switches nothing on.
+            # A null, false or empty value enables nothing.
             if key not in self._taken and key not in _NEUTRAL and value not in (None, False, [], {}):
                 self._problems.append(
-                    f"{key} = {value!r}: not known to this family, so it may change the model in a way that would be lost; "
+                    f"{key} = {value!r}: this family does not know the key, and it may change the model; "
                     "remove it from config.json if it does not"
                 )
         if self._problems:
@@ -179,7 +194,7 @@ class ConfigReader:
         self._problems.append(f"{' or '.join(keys)} {what} {rule}")
 
     def _rotary_fraction(self, settings: dict[str, Any], default: float | None) -> float:
-        """`partial_rotary_factor`, among the rope's settings (transformers 5) or beside them (before)."""
+        """`partial_rotary_factor`, inside the rope's settings (transformers 5) or next to them (before)."""
         inside, outside = settings.pop("partial_rotary_factor", None), self._value(("partial_rotary_factor",), None)
         if None not in (inside, outside) and inside != outside:
             self._reject(("partial_rotary_factor",), outside, f"contradicts rope_parameters, which say {inside}")

@@ -1,4 +1,4 @@
-"""Llama, and what its many descendants share with it."""
+"""Llama, and what the families that descend from it share with it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,10 +23,11 @@ class Llama(Family):
     default_norm_eps = 1e-6
     default_theta = 10000.0
     default_rotary_fraction: float | None = None
-    """None: whole heads, and nothing else is accepted."""
+    """None: whole heads are rotated, and no other value is accepted."""
     expert_names = ExpertNames()
 
     def architecture(self, hf_config: Mapping[str, Any]) -> ModelArchitecture:
+        """See Family."""
         read = ConfigReader(hf_config)
         self._refuse_features(read)
         num_layers, hidden = read.integer("num_hidden_layers"), read.integer("hidden_size")
@@ -43,12 +44,13 @@ class Llama(Family):
             tie_word_embeddings=read.flag("tie_word_embeddings", False),
             max_position_embeddings=read.integer("max_position_embeddings", default=self.default_max_positions),
             initializer_range=read.number("initializer_range", 0.02),
-            **self._particulars(read),
+            **self._further_fields(read),
         )
         read.finish()
         return model
 
     def rules(self, model: ModelArchitecture, padded_vocab_size: int, naming: NamingScheme) -> list[MappingRule]:
+        """Vocabulary, attention, dense MLPs, and experts where the model has them."""
         rules = [
             *vocabulary_rules(model, padded_vocab_size),
             *attention_rules(model, naming),
@@ -80,16 +82,16 @@ class Llama(Family):
     def _experts(self, read: ConfigReader, num_layers: int) -> MixtureOfExperts | None:
         return None
 
-    def _particulars(self, read: ConfigReader) -> dict[str, Any]:
-        """Further fields of ModelArchitecture, in which a family differs from Llama."""
+    def _further_fields(self, read: ConfigReader) -> dict[str, Any]:
+        """Fields of ModelArchitecture in which a family differs from Llama."""
         read.only("mlp_bias", False, why="Megatron cannot have biases on the MLP alone")
         return {}
 
     def _refuse_features(self, read: ConfigReader) -> None:
         read.only("hidden_act", "silu", why="only gated MLPs with silu are built")
-        read.only("attention_dropout", 0, why="dropout would make the trained policy another one than the sampled one")
+        read.only("attention_dropout", 0, why="with dropout the trained policy would differ from the sampled one")
         read.only(
-            "quantization_config", None, why="quantised weights of this sort cannot be read; dequantise the checkpoint first"
+            "quantization_config", None, why="weights in this quantisation format cannot be read; dequantise the checkpoint first"
         )
         self._layer_types(read)
 

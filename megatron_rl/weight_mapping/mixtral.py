@@ -7,6 +7,8 @@ from megatron_rl.weight_mapping.mlp_rules import ExpertNames
 
 
 class Mixtral(Llama):
+    """Mixtral 8x7B and 8x22B."""
+
     model_type = "mixtral"
     causal_lm = "MixtralForCausalLM"
     default_max_positions = 131072
@@ -31,5 +33,5 @@ class Mixtral(Llama):
         read.only(
             "router_jitter_noise",
             0,
-            why="noise on the router's input would make the trained policy another one than the sampled one",
+            why="with noise on the router's input the trained policy would differ from the sampled one",
         )

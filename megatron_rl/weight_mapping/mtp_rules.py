@@ -14,8 +14,8 @@ from megatron_rl.weight_mapping.sharding import Split
 def mtp_parameters(model: ModelArchitecture, rules_of: Callable[[ModelArchitecture], Sequence[MappingRule]]) -> list[Parameter]:
     """The parameters of all MTP layers.
 
-    Hugging Face numbers these layers after the last decoder layer; Megatron keeps them apart, on the last pipeline stage. Each is built
-    like the last decoder layer.
+    Hugging Face numbers these layers after the last decoder layer; Megatron keeps them apart, on the last pipeline stage. Each is
+    built like the last decoder layer.
 
     Args:
         model: The model, with `num_mtp_layers` of them.

@@ -7,7 +7,7 @@ LAYER = "decoder.layers.{layer}."
 
 @dataclass(frozen=True)
 class NamingScheme:
-    """Names (within a layer) that depend on the spec that built the model."""
+    """Parameter names within a layer that depend on the layer spec."""
 
     attention_norm: str
     dense_mlp_norm: str
@@ -17,10 +17,11 @@ class NamingScheme:
     latent_kv_norm: str
     expert_fc1: str
     expert_fc2: str
-    """The last word is "weight"; `bias_of` gives the name of the bias beside it."""
+    """Ends with "weight"; `bias_of` gives the name of the bias next to it."""
 
     @staticmethod
     def bias_of(weight: str) -> str:
+        """The name of the bias that belongs to a weight of experts."""
         before, _, after = weight.rpartition("weight")
         return f"{before}bias{after}"
 
@@ -40,7 +41,7 @@ LOCAL = NamingScheme(
 TRANSFORMER_ENGINE = NamingScheme(
     attention_norm="self_attention.linear_qkv.layer_norm_weight",
     dense_mlp_norm="mlp.linear_fc1.layer_norm_weight",
-    # A sparse layer's norm feeds router and experts alike, so it cannot be fused into a linear.
+    # A sparse layer's norm feeds both router and experts, so it cannot be fused into a linear layer.
     sparse_mlp_norm="pre_mlp_layernorm.weight",
     # Two down projections follow it.
     latent_attention_norm="input_layernorm.weight",
@@ -49,12 +50,12 @@ TRANSFORMER_ENGINE = NamingScheme(
     expert_fc1="mlp.experts.linear_fc1.weight{expert}",
     expert_fc2="mlp.experts.linear_fc2.weight{expert}",
 )
-"""Transformer Engine's modules: norms fused into the following linear, experts as one grouped matrix product."""
+"""Transformer Engine's modules: norms fused into the following linear layer, experts as one grouped GEMM."""
 
 CHECKPOINT = replace(
     TRANSFORMER_ENGINE,
     expert_fc1="mlp.experts.experts.{expert}.linear_fc1.weight",
     expert_fc2="mlp.experts.experts.{expert}.linear_fc2.weight",
 )
-"""Keys of a dist-checkpoint, whichever spec built the model. There all experts of a layer lie in one tensor, [experts, outputs, inputs]
-under the name without the number."""
+"""Keys of a dist-checkpoint, whichever layer spec built the model. All experts of a layer are in one tensor there,
+[experts, outputs, inputs], under the name without the number."""

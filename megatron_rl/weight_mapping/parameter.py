@@ -1,4 +1,4 @@
-"""One parameter of the model: its names on both sides, its place in the pipeline, and its mapping."""
+"""One parameter of the model: its names in Megatron and Hugging Face, its place in the pipeline, and its mapping."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from megatron_rl.weight_mapping.param_mappings import ParamMapping
 
 
 class Role(Enum):
-    """What a parameter is for; optimizers and quantisers choose by it."""
+    """What a parameter is for; optimizers and quantisers select by it."""
 
     EMBEDDING = "embedding"
     OUTPUT = "output"
@@ -24,22 +24,21 @@ class Role(Enum):
     BIAS = "bias"
     """Biases of linear maps, and attention sinks."""
     SELECTION_BIAS = "selection_bias"
-    """The router's vector that no gradient reaches: a buffer in Megatron."""
+    """The router's vector without a gradient: a buffer in Megatron."""
 
     @property
     def has_matrices(self) -> bool:
-        """Its parts are the weight matrices of linear maps between hidden states: what Muon orthogonalises and NVFP4
-        quantises."""
+        """Whether its parts are matrices of linear maps between hidden states: what Muon orthogonalises and NVFP4 quantises."""
         return self in (Role.ATTENTION, Role.MLP, Role.EXPERT)
 
 
 class Region(Enum):
-    """Where in the pipeline a parameter lives."""
+    """Where in the pipeline a parameter is."""
 
     FIRST = "first"
     """The first chunk of the first stage."""
     LAYER = "layer"
-    """Wherever its layer is."""
+    """In the chunk of its layer."""
     LAST = "last"
     """The last chunk of the last stage."""
 
@@ -64,18 +63,21 @@ class HfSlot:
 
 @dataclass(frozen=True)
 class Parameter:
-    """`layer` and `expert` are global numbers; `template` is Megatron's name with {layer} and {expert} open."""
+    """A parameter of the whole model, before it is sharded."""
 
     template: str
+    """Megatron's name with {layer} and {expert} as placeholders."""
     hf: tuple[HfSlot, ...]
     """One for each of the mapping's `hf_shapes`, in that order."""
     mapping: ParamMapping
     role: Role
     region: Region
     layer: int | None = None
+    """Global number; None outside of the layers."""
     expert: int | None = None
+    """Global number; None for what is no expert's."""
     scale_shared_with: str | None = None
-    """Template of the parameter whose quantisation group this one is in; None: a group of its own."""
+    """Template of the parameter whose quantisation group this one is in; None: its own group."""
 
     @property
     def name(self) -> str:
@@ -94,13 +96,15 @@ class Parameter:
 
     @property
     def is_expert(self) -> bool:
-        """Cut over the expert tensor-parallel group and spread over the expert-parallel ranks; otherwise cut over tp."""
+        """True: sharded over the expert tensor-parallel group, on one of the expert-parallel ranks. False: sharded over tp."""
         return self.expert is not None
 
     @property
     def quantisation_group(self) -> str | None:
-        """Name of the group whose matrices share one NVFP4 global scale (gate and up; q, k and v; MLA's two down projections), because
-        the server multiplies with them in one fused matrix. None for what is never quantised."""
+        """Name of the group whose matrices share one NVFP4 global scale; None for what is never quantised.
+
+        The server fuses the matrices of a group into one: gate and up; q, k and v; MLA's two down projections.
+        """
         template = self.scale_shared_with or self.template
         return template.format(layer=self.layer, expert=self.expert) if self.role.has_matrices else None
 
@@ -112,26 +116,43 @@ class Parameter:
         return self.mapping.from_hf(self.parts_of(tensors))
 
     def to_hf(self, full: Tensor) -> list[tuple[str, Tensor]]:
-        """Hugging Face names and tensors of a full tensor: views of it where possible, without padded rows. Of a tensor that several
-        parameters fill only this one's entry; Assembly brings the entries together."""
+        """Hugging Face names and tensors of a full tensor.
+
+        Args:
+            full: Megatron's full tensor.
+
+        Returns:
+            Views of it where possible, without padded rows. Of a tensor that several parameters fill, only this parameter's
+            entry; Assembly puts the entries together.
+
+        Raises:
+            TensorMismatchError: `full` has a wrong shape.
+        """
         if tuple(full.shape) != self.shape:
-            raise TensorMismatchError(f"{self.name}: full shape {list(full.shape)}, expected {list(self.shape)}")
+            raise TensorMismatchError(f"{self.name}: full tensor has shape {list(full.shape)}, expected {list(self.shape)}")
         return [(tensor.name, part) for tensor, part in zip(self.hf, self.mapping.to_hf(full), strict=True)]
 
     def shard_shape(self, size: int) -> tuple[int, ...]:
+        """Shape of each shard over a group of `size` ranks."""
         return self.mapping.sharding.shard_shape(self.shape, size)
 
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
-        """The shard of one rank of the group that the parameter is cut over (etp for experts, tp otherwise)."""
+        """The shard of one rank of the group that the parameter is sharded over (etp for experts, tp otherwise)."""
         return self.mapping.sharding.shard(full, rank, size)
 
     def shard_from_hf(self, tensors: Mapping[str, Tensor], rank: int, size: int) -> Tensor:
-        """`shard(from_hf(tensors), rank, size)` without building the full tensor where possible: of tensors that are
-        mapped from a file, only the rank's own rows are read."""
+        """`shard(from_hf(tensors), rank, size)` without building the full tensor where possible.
+
+        Of memory-mapped tensors, only the rank's own rows are read.
+        """
         return self.mapping.shard_from_hf(self.parts_of(tensors), rank, size)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """The full tensor from the shards of all ranks of the group, in rank order."""
+        """The full tensor from the shards of all ranks of the group, in rank order.
+
+        Raises:
+            TensorMismatchError: A shard has a wrong shape.
+        """
         expected = self.shard_shape(len(shards))
         for rank, shard in enumerate(shards):
             if tuple(shard.shape) != expected:
@@ -141,7 +162,11 @@ class Parameter:
         return self.mapping.sharding.unshard(shards)
 
     def parts_of(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """What it is made from: whole tensors, or its entries of those that it shares. TensorMismatchError where one does not fit."""
+        """The Hugging Face tensors that it is made from, or its entries of those that it shares with other parameters.
+
+        Raises:
+            TensorMismatchError: One is missing or has a wrong shape.
+        """
         parts = []
         for expected in self.hf:
             found = tensors.get(expected.name)

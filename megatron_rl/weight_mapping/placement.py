@@ -23,26 +23,31 @@ class HeldParameter:
     name: str
     """Megatron's name within that chunk: layer and expert numbers are local."""
     shard_rank: int
+    """Of this rank in the group that the parameter is sharded over."""
     num_shards: int
     is_tied_copy: bool = False
-    """The last stage's copy of the embedding, for a tied output layer or for multi-token prediction: filled at load, not sent or saved
-    again."""
+    """The last stage's copy of the embedding, for a tied output layer or for MTP: filled at load, not sent or saved again."""
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of this rank's shard."""
         return self.parameter.shard_shape(self.num_shards)
 
     def shard(self, full: Tensor) -> Tensor:
-        """This rank's piece of Megatron's full tensor."""
+        """This rank's shard of Megatron's full tensor."""
         return self.parameter.shard(full, self.shard_rank, self.num_shards)
 
     def shard_from_hf(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """This rank's piece, straight from the Hugging Face tensors."""
+        """This rank's shard, straight from the Hugging Face tensors."""
         return self.parameter.shard_from_hf(tensors, self.shard_rank, self.num_shards)
 
 
 class Placement:
-    """A model laid out over the ranks of `layout`; LayoutError, listing everything, if it does not fit."""
+    """Which rank of a parallelism layout holds which parameters.
+
+    Raises:
+        LayoutError: Model and layout do not fit; lists every reason.
+    """
 
     def __init__(self, table: ParameterTable, layout: Layout) -> None:
         self.table, self.layout = table, layout
@@ -60,7 +65,7 @@ class Placement:
         held = [self._hold(parameter, coords) for parameter in self.table.parameters if self._is_held(parameter, coords)]
         if self._has_tied_copy(coords):
             embedding = next(parameter for parameter in self.table.parameters if parameter.region is Region.FIRST)
-            name = _EMBEDDING if self.table.with_mtp else _TIED_OUTPUT  # Megatron then keeps a whole embedding there
+            name = _EMBEDDING if self.table.with_mtp else _TIED_OUTPUT  # Megatron then keeps a complete embedding there
             held.append(HeldParameter(embedding, self.layout.vpp - 1, name, coords.tp, self.layout.tp, True))
         return {(parameter.chunk, parameter.name): parameter for parameter in held}
 
@@ -92,26 +97,32 @@ class Placement:
             return 0, 0, None
         if parameter.region is Region.LAST:
             return self.layout.pp - 1, self.layout.vpp - 1, None
+        assert parameter.layer is not None, f"{parameter.name} is in no layer"
         return self._layers[parameter.layer]
 
+    def _local_experts(self, ep_rank: int) -> range:
+        assert self._num_experts is not None, "the model has no experts"
+        return self.layout.experts_of(self._num_experts, ep_rank)
+
     def _expert_rank(self, parameter: Parameter) -> int:
-        return parameter.expert // len(self.layout.experts_of(self._num_experts, 0))
+        assert parameter.expert is not None, f"{parameter.name} belongs to no expert"
+        return parameter.expert // len(self._local_experts(0))
 
     def _is_held(self, parameter: Parameter, coords: RankCoords) -> bool:
         here = self.stage_of(parameter) == coords.pp
         return here and (not parameter.is_expert or self._expert_rank(parameter) == coords.ep)
 
     def _has_tied_copy(self, coords: RankCoords) -> bool:
-        # Within one stage output layer and multi-token prediction borrow the embedding, and no parameter is there twice.
+        # Within one stage, output layer and MTP layers use the embedding itself, and no parameter is there twice.
         needed = self.table.architecture.tie_word_embeddings or self.table.with_mtp
         return needed and self.layout.pp > 1 and coords.pp == self.layout.pp - 1
 
     def _hold(self, parameter: Parameter, coords: RankCoords) -> HeldParameter:
         _, chunk, layer = self._position(parameter)
-        if not parameter.is_expert:
+        if parameter.expert is None:
             name = parameter.template.format(layer=layer, expert=None)
             return HeldParameter(parameter, chunk, name, coords.tp, self.layout.tp)
-        first = self.layout.experts_of(self._num_experts, coords.ep).start
+        first = self._local_experts(coords.ep).start
         name = parameter.template.format(layer=layer, expert=parameter.expert - first)
         return HeldParameter(parameter, chunk, name, coords.etp, self.layout.etp)
 
@@ -127,7 +138,7 @@ class Placement:
             )
         except LayoutError as error:
             wrong.append(str(error))
-        # Layers and experts share their kinds, so that only a few differ.
+        # Layers and experts share their mappings, so that only a few differ.
         for mapping, is_expert in {(parameter.mapping, parameter.is_expert): None for parameter in self.table.parameters}:
             try:
                 mapping.check_size(layout.etp if is_expert else layout.tp)

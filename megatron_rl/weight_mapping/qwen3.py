@@ -6,16 +6,18 @@ from megatron_rl.weight_mapping.llama import Llama
 
 
 class Qwen3(Llama):
+    """Qwen3, dense: Llama with norms on the heads of q and k."""
+
     model_type = "qwen3"
     causal_lm = "Qwen3ForCausalLM"
-    default_head_dim = 128
+    default_head_dim: int | None = 128
     default_max_positions = 32768
 
     def _qk_norm(self, read: ConfigReader) -> bool:
         return True
 
     def _query_groups(self, read: ConfigReader, heads: int) -> int:
-        # transformers' default is a constant that differs between the two classes: no value is safe to assume.
+        # transformers' default is a constant that differs between the two classes: no default is safe.
         return read.integer("num_key_value_heads")
 
     def _refuse_features(self, read: ConfigReader) -> None:
@@ -26,6 +28,8 @@ class Qwen3(Llama):
 
 
 class Qwen3Moe(Qwen3):
+    """Qwen3 with experts in every n-th layer."""
+
     model_type = "qwen3_moe"
     causal_lm = "Qwen3MoeForCausalLM"
     default_head_dim = None

@@ -14,10 +14,12 @@ HF_LAYER = "model.layers.{layer}."
 
 @dataclass(frozen=True)
 class MappingRule:
-    """The parameters of one name pattern: Megatron's name, the Hugging Face names, how slots map, and where they occur."""
+    """The parameters of one name pattern: Megatron's name, the Hugging Face names, how tensors map, and where they occur."""
 
     megatron: str
+    """Megatron's name, with {layer} and {expert} as placeholders."""
     hf: tuple[str, ...]
+    """Hugging Face names, one for each of the mapping's `hf_shapes`; the same placeholders."""
     mapping: ParamMapping
     role: Role
     region: Region = Region.LAYER
@@ -32,7 +34,8 @@ class MappingRule:
 
     def parameters(self, layer: int | None) -> Iterator[Parameter]:
         """Its parameters in one layer (None: outside of the layers)."""
-        for expert in range(self.num_experts) if self.num_experts is not None else [None]:
+        experts: Sequence[int | None] = [None] if self.num_experts is None else range(self.num_experts)
+        for expert in experts:
             pairs = zip(self.hf, self.mapping.hf_shapes, strict=True)
             slots = tuple(self._slot(name, shape, layer, expert) for name, shape in pairs)
             yield Parameter(
@@ -47,7 +50,7 @@ class MappingRule:
             )
 
     def _slot(self, name: str, shape: tuple[int, ...], layer: int | None, expert: int | None) -> HfSlot:
-        if expert is None or "{expert}" in name:
+        if expert is None or self.num_experts is None or "{expert}" in name:
             return HfSlot(name.format(layer=layer, expert=expert), shape, self.dtype)
         return HfSlot(name.format(layer=layer), (self.num_experts, *shape), self.dtype, index=expert)
 

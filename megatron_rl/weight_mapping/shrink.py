@@ -6,8 +6,8 @@ from typing import Any
 
 from megatron_rl.weight_mapping.table import ParameterTable, family_of
 
-# None of these is a feature of the model: names, code in its folder, token ids of its vocabulary, how its file is quantised, and what
-# follows from sizes that are replaced. Multi-token prediction is neither checked nor measured.
+# None of these is a feature of the model: names, code in its folder, token ids of its vocabulary, how its file is quantised, and
+# what follows from sizes that are replaced. Multi-token prediction is neither checked nor measured.
 _DROPPED = (
     "auto_map", "_name_or_path", "name_or_path", "pad_token_id", "unk_token_id", "quantization_config", "qk_head_dim",
     "num_nextn_predict_layers",
@@ -32,8 +32,8 @@ def shrink_model(hf_config: Mapping[str, Any], sizes: SmallSizes, *, tensor_para
     Args:
         hf_config: config.json of the user's model.
         sizes: What replaces the model's own sizes. It has to give vocabulary, hidden and head sizes and the number of layers.
-        tensor_parallel: The user's tensor-parallel size. Where it is larger than the number of query groups, ranks share a group; the
-            small model then has one group, so that ranks of a small layout share it as well.
+        tensor_parallel: The user's tensor-parallel size. Where it is larger than the number of query groups, ranks share a group;
+            the small model then has one group, so that ranks of a small layout share it as well.
 
     Returns:
         A new config, without values that are None.
@@ -77,7 +77,7 @@ def _attention(hf_config: Mapping[str, Any], sizes: SmallSizes, tensor_parallel:
 
 
 def _rope(hf_config: Mapping[str, Any], sizes: SmallSizes) -> dict[str, Any]:
-    """YaRN's original length, so that positions are beyond it. The constants of llama3's scaling are part of its definition and stay."""
+    """YaRN's original length, so that positions are beyond it. The constants of llama3's scaling belong to it and stay."""
     if sizes.yarn_positions is None:
         return {}
     changed = {}

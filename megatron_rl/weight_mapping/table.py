@@ -1,4 +1,4 @@
-"""The one table of a model's parameters, by either side's names; and which family a config belongs to."""
+"""The one table of a model's parameters, by Megatron's or Hugging Face's names; and the family of a config."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -29,15 +29,19 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
-    """The family of a config.json, by `model_type` or else by `architectures`; UnknownFamilyError lists the known ones."""
+    """The family of a config.json, by `model_type` or else by `architectures`.
+
+    Raises:
+        UnknownFamilyError: None of this package; the message lists the known ones.
+    """
     model_type, heads = hf_config.get("model_type"), hf_config.get("architectures") or []
     by_head = {family.causal_lm: family for family in reversed(FAMILIES.values())}
     family = FAMILIES.get(model_type) if model_type else next((by_head[head] for head in heads if head in by_head), None)
     if family is None or (heads and family.causal_lm not in heads):
         known = ", ".join(f"{family.model_type} ({family.causal_lm})" for family in FAMILIES.values())
         raise UnknownFamilyError(
-            f"no table for model_type {model_type!r} with architectures {heads}; known are: {known}. "
-            "Another family is added by a class with its rows in megatron_rl/weight_mapping"
+            f"model_type {model_type!r} with architectures {heads} is not a known model family; known are: {known}. "
+            "To add a family, write a class with its mapping rules in megatron_rl/weight_mapping"
         )
     return family
 
@@ -45,8 +49,15 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
 class ParameterTable:
     """All parameters of one model.
 
-    padded_vocab_size: rows of Megatron's embedding and output layer (topology.Layout.padded_vocab_size); None: no padding.
-    with_mtp: also the layers for multi-token prediction: to convert them, or to train them.
+    Args:
+        hf_config: config.json of the model.
+        padded_vocab_size: Rows of Megatron's embedding and output layer (topology.Layout.padded_vocab_size); None: no padding.
+        naming: How Megatron names the parameters.
+        with_mtp: Include the MTP layers: to convert them, or to train them.
+
+    Raises:
+        UnknownFamilyError: No family of this package has the config's model_type.
+        UnsupportedArchitectureError: The config asks for something that cannot be expressed.
     """
 
     def __init__(
@@ -71,15 +82,24 @@ class ParameterTable:
                 self._by_hf_name[tensor.name].append(parameter)
 
     def __getitem__(self, megatron_name: str) -> Parameter:
-        """By Megatron's name with global numbers; TensorMismatchError names the nearest ones."""
+        """By Megatron's name with global layer and expert numbers.
+
+        Raises:
+            TensorMismatchError: There is none; the message has the nearest names.
+        """
         if megatron_name not in self._by_name:
             raise TensorMismatchError(
-                f"{megatron_name!r} is not a parameter of this {self.architecture.model_type}{nearest(megatron_name, self._by_name)}"
+                f"{megatron_name!r} is not a parameter of this {self.architecture.model_type}"
+                f"{nearest(megatron_name, self._by_name)}"
             )
         return self._by_name[megatron_name]
 
     def by_hf_name(self, hf_name: str) -> list[Parameter]:
-        """The parameters that fill a Hugging Face tensor: one, or all experts of a layer in order."""
+        """The parameters that fill a Hugging Face tensor: one, or all experts of a layer in order.
+
+        Raises:
+            TensorMismatchError: There is none; the message has the nearest names.
+        """
         if hf_name not in self._by_hf_name:
             raise TensorMismatchError(
                 f"{hf_name!r} is not a tensor of this {self.architecture.model_type}{nearest(hf_name, self._by_hf_name)}"
@@ -92,7 +112,7 @@ class ParameterTable:
         return {slot.name: slot.shape for parameter in self.parameters for slot in parameter.hf}
 
     def hf_specs(self, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """The same tensors as a checkpoint in `dtype` has them: all in that dtype but those that stay in fp32 (selection biases)."""
+        """The same tensors as a checkpoint in `dtype` has them: selection biases stay in fp32."""
         return {
             slot.name: TensorSpec(slot.name, slot.shape, dtype_name(slot.dtype or dtype))
             for parameter in self.parameters
@@ -106,28 +126,28 @@ class ParameterTable:
 
     @property
     def mtp_copies(self) -> dict[str, str]:
-        """Those of them that belong to the layers for multi-token prediction."""
+        """Those of `tied` that are in MTP layers."""
         return mtp_copies(self.architecture) if self.with_mtp else {}
 
     @property
     def mtp_names(self) -> set[str]:
-        """Of all tensors of the layers for multi-token prediction, whether or not the table has them."""
+        """Hugging Face names of all tensors of the MTP layers, whether or not the table includes them."""
         return self._mtp_names | mtp_copies(self.architecture).keys()
 
     @property
     def optional_names(self) -> set[str]:
-        """Tensors that a checkpoint may hold beyond the table's."""
+        """Tensors that a checkpoint may hold in addition to the table's."""
         return set() if self.with_mtp else self.mtp_names
 
     @property
     def num_parameters(self) -> int:
-        """Elements that are trained: padding not counted, tied embeddings counted once, selection biases (buffers) left out."""
+        """Elements that are trained: without padding and selection biases (buffers), tied embeddings once."""
         trained = (parameter for parameter in self.parameters if parameter.role is not Role.SELECTION_BIAS)
         return sum(prod(tensor.part_shape) for parameter in trained for tensor in parameter.hf)
 
     @property
     def num_active_parameters(self) -> int:
-        """Elements that take part in one token: of the experts only those that it goes to."""
+        """Elements that take part in one token: of the experts, only those that it is routed to."""
         moe = self.architecture.moe
         experts = sum(prod(t.part_shape) for p in self.parameters if p.is_expert for t in p.hf)
         return self.num_parameters - (experts - experts * moe.top_k // moe.num_experts if moe else 0)

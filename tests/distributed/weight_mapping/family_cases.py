@@ -109,8 +109,10 @@ def _copied(tensors: Any) -> dict[str, Tensor]:
 
 
 def load_and_save(rank: int, folder: Path, converted: Path, saved: Path, layout: Layout) -> list[str]:
-    """Load `converted` by Megatron's own dist-checkpointing into a model of zeros; returns the names of what differs from
-    `folder`. Then save the engine."""
+    """Load `converted` by Megatron's own dist-checkpointing into a model of zeros, then save the engine.
+
+    Returns the names of tensors that differ from `folder`.
+    """
     from megatron.core import dist_checkpointing
 
     source = open_checkpoint(folder)

@@ -1,4 +1,4 @@
-"""NVFP4 bytes: against a scalar reference in exact arithmetic, at the values where roundings differ, and against other libraries."""
+"""NVFP4 bytes: against a scalar reference in exact arithmetic, where roundings differ, and against other libraries."""
 
 import math
 import struct
@@ -174,7 +174,7 @@ def test_a_scale_that_is_not_finite_is_refused(amax: float) -> None:
 
 
 def test_vllm_unpacks_the_same_values() -> None:
-    """vLLM multiplies scale and global scale first: its rounding may differ by one unit in the last place, its codes and scales not."""
+    """vLLM multiplies scale and global scale first: its rounding may differ by one ulp, its codes and scales not."""
     emulation = pytest.importorskip("vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils")
     matrix = torch.randn(32, 64, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     quantised = quantise(matrix, amax_of(matrix))

@@ -1,4 +1,4 @@
-"""Byte for byte beside ModelOpt's and compressed-tensors' own quantisers: where they agree, and each cause of a difference by itself.
+"""Byte for byte against the quantisers of ModelOpt and compressed-tensors: where they agree, and each cause of a difference.
 
 The table of differences in docs/nvfp4.md is this file in words.
 """
@@ -85,7 +85,7 @@ def test_compressed_tensors_has_our_bytes_for_fp32_weights(compressed_tensors: C
 
 
 def test_compressed_tensors_rounds_scales_of_bf16_weights_to_bf16(compressed_tensors: CompressedTensors) -> None:
-    """Its global scale and its blocks' scales are computed in the weights' dtype; given fp32, nearly all of the difference is gone."""
+    """Its global scale and block scales are computed in the weights' dtype; in fp32, nearly all of the difference is gone."""
     in_bf16, in_fp32 = [], []
     for matrix in map(weights, SEEDS):
         their_scale = compressed_tensors.global_scale(matrix)

@@ -60,7 +60,7 @@ def test_a_module_word_leaves_the_others_out() -> None:
     [
         (["model.layers.0.self_attn.q_proj"], "servers fuse"),
         (["model.layers.0.mlp.experts.3"], "servers fuse"),
-        (["model.layer.0"], "name of no module"),
+        (["model.layer.0"], "matches no module"),
     ],
 )
 def test_what_a_server_cannot_do_is_refused(exclude: list[str], message: str) -> None:

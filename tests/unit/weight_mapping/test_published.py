@@ -1,4 +1,4 @@
-"""The nine published models: their configs give the architectures that were published, to the last parameter, and fit their layouts."""
+"""The nine published models: their configs give the published architectures, to the last parameter, and fit their layouts."""
 
 import json
 from pathlib import Path

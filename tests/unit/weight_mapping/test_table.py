@@ -111,7 +111,7 @@ def test_wrong_shapes_are_refused() -> None:
         parameter.from_hf({gate: torch.zeros(28, 24)})
     with pytest.raises(TensorMismatchError, match=r"has shape \[24, 28\], expected \[28, 24\]"):
         parameter.from_hf({gate: torch.zeros(28, 24), up: torch.zeros(24, 28)})
-    with pytest.raises(TensorMismatchError, match=r"full shape \[24, 56\]"):
+    with pytest.raises(TensorMismatchError, match=r"full tensor has shape \[24, 56\]"):
         parameter.to_hf(torch.zeros(24, 56))
     with pytest.raises(TensorMismatchError, match="shard 1 of 2"):
         parameter.unshard([torch.zeros(28, 24), torch.zeros(28, 23)])
