@@ -1,8 +1,9 @@
 """The factors of a machine that make predictions agree with measurements."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from megatron_rl.planner.measured_ranks import RankMeasurement
 from megatron_rl.planner.memory import most_loaded
 from megatron_rl.planner.step_time import step_time
 from megatron_rl.planner.workload import GIB, Candidate, Workload
+
+T = TypeVar("T")
 
 SEQUENCE = 256
 """Tokens, half of them the response's."""
@@ -39,7 +42,8 @@ _TIME_FACTORS = ("matmul_efficiency", "hbm_gb_s", "layer_overhead_us", "nvlink_g
 """matmul_efficiency stands for all three efficiencies of products: the cases are too few to tell them apart."""
 _ACTIVATION_FACTORS = np.arange(0.5, 6.0, 0.02)
 _PULL = 1e-3
-"""What a factor's squared logarithm costs: six cases do not tell all factors apart, and those that they leave open stay near the given ones."""
+"""Cost of a factor's squared logarithm: six cases do not tell all factors apart, and those that they leave open stay near the given
+ones."""
 _ROUNDS = 60
 _FURTHEST = 8.0
 """A factor's first step; each round without progress takes the square root of the last one's."""
@@ -69,7 +73,7 @@ def fitted_memory(counts: ParameterCounts, machine: Machine, measured: Measured)
 
 
 def fitted_time(counts: ParameterCounts, machine: Machine, measured: Measured) -> Machine:
-    """One factor after the other is moved up and down, by ever smaller steps, while the squared logarithms of the ratios shrink."""
+    """The machine whose time factors make the squared logarithms of predicted over measured seconds smallest."""
     given = machine
 
     def error(candidate: Machine) -> float:
@@ -77,20 +81,34 @@ def fitted_time(counts: ParameterCounts, machine: Machine, measured: Measured) -
         moved = [getattr(candidate, name) / getattr(given, name) for name in _TIME_FACTORS]
         return sum(math.log(ratio) ** 2 for ratio in ratios) + _PULL * sum(math.log(factor) ** 2 for factor in moved)
 
-    step, best = _FURTHEST, error(machine)
+    return coordinate_descent(machine, _TIME_FACTORS, _scaled, error)
+
+
+def coordinate_descent(
+    start: T, names: Sequence[str], scaled: Callable[[T, str, float], T | None], error: Callable[[T], float]
+) -> T:
+    """Scales one factor after the other up and down, in ever smaller steps, as long as the error falls.
+
+    Args:
+        start: Where the search begins.
+        names: The factors, in the order in which they are tried.
+        scaled: Called as scaled(state, name, by); None where the factor would leave its range.
+        error: What is made small.
+    """
+    best, lowest, step = start, error(start), _FURTHEST
     for _ in range(_ROUNDS):
-        before = best
-        for name in _TIME_FACTORS:
-            for factor in (step, 1 / step):
-                tried = _scaled(machine, name, factor)
-                if tried is not None and (found := error(tried)) < best:
-                    machine, best = tried, found
+        before = lowest
+        for name in names:
+            for by in (step, 1 / step):
+                tried = scaled(best, name, by)
+                if tried is not None and (found := error(tried)) < lowest:
+                    best, lowest = tried, found
                     break
-        if before - best < 1e-6:
+        if before - lowest < 1e-6:
             step = math.sqrt(step)
         if step < 1.005:
             break
-    return machine
+    return best
 
 
 def _scaled(machine: Machine, name: str, factor: float) -> Machine | None:
