@@ -164,7 +164,8 @@ def _training_faults(outcome: ScoringOutcome) -> tuple[str, ...]:
     which = "experts'" if all(".experts." in name for name in names) else "some"
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return (
-        f"{which} gradients are not summed over the ranks that hold the same parameters: {len(names)} of {outcome.num_gradients} differ ({shown})",
+        f"{which} gradients are not summed over the ranks that hold the same parameters: {len(names)} of "
+        f"{outcome.num_gradients} differ ({shown})",
     )
 
 

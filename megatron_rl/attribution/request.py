@@ -75,8 +75,8 @@ def make_request(run: RunFolder, overrides: Sequence[str], step: int, retrain: i
     check_fault_applies(fault, hf_config)
     if fault == "unreduced-expert-grad" and config.parallel_layout.edp == 1:
         raise ConfigError(
-            f"--inject-fault {fault}: at this layout each expert is on one rank only, so that no gradient is summed over ranks; use "
-            "another layout, for example --layout.world_size 2 --layout.expert 1"
+            f"--inject-fault {fault}: at this layout each expert is on one rank only, so that no gradient is summed over ranks; "
+            "use another layout, for example --layout.world_size 2 --layout.expert 1"
         )
     oldest = int(record.version.min())
     return AttributionRequest(run, config, hf_config, record, start_of(run, step, oldest, starts, recorded, retrain), fault)
@@ -105,9 +105,9 @@ def start_of(run: RunFolder, step: int, oldest: int, starts: Sequence[int], reco
     if not near:
         possible = reachable_steps(starts, recorded, retrain)
         raise ConfigError(
-            f"--step {step}: {run.path} has the weights of steps {_listed(starts) or 'none'} (the start and the kept checkpoints: "
-            f"checkpoint.every, checkpoint.keep), and with --retrain {retrain} only these steps are reached from there: "
-            f"{_listed(possible) or 'none'}"
+            f"--step {step}: {run.path} has the weights of steps {_listed(starts) or 'none'} (the start and the kept "
+            f"checkpoints: checkpoint.every, checkpoint.keep), and with --retrain {retrain} only these steps are reached from "
+            f"there: {_listed(possible) or 'none'}"
         )
     return max((start for start in near if start <= oldest), default=max(near))
 

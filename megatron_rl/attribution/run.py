@@ -47,7 +47,8 @@ def run_attribution(request: AttributionRequest, announce: Announce) -> Attribut
     faults = hypotheses(request.config, model, request.record, left)
     job = _own_job(request, folder, changes, faults, {AS_TRAINED: as_trained(request.config), LEFT: left})
     announce(
-        f"scoring under the run's configuration, after training {request.step - request.start} steps again; scores and logs: {folder}"
+        f"scoring under the run's configuration, after training {request.step - request.start} steps again; scores and logs: "
+        f"{folder}"
     )
     scores, outcome = _run_ranks(request, request.config, folder / "own", job)
     for number, factor in enumerate(changes):
@@ -153,7 +154,8 @@ def _notes(request: AttributionRequest, outcome: ScoringOutcome, job: ScoringJob
         notes.append(f"weights: from {start}")
     if job.compare_gradients:
         notes.append(
-            f"gradients: {len(outcome.unequal_gradients)} of {outcome.num_gradients} that several ranks hold differ between these ranks"
+            f"gradients: {len(outcome.unequal_gradients)} of {outcome.num_gradients} that several ranks hold differ between "
+            "these ranks"
         )
     else:
         notes.append("gradients: not compared, since at this layout no two ranks train the same parameters on different tokens")

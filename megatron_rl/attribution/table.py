@@ -67,7 +67,10 @@ def _verdict(found: Attribution) -> str:
         return "[yellow]of no token the weights that sampled it are known[/yellow]"
     if left.abs_mean <= found.rounding:
         return f"[green]what is left is rounding[/green]: mean |d| {_number(left.abs_mean)}, at most {_number(found.rounding)}"
-    return f"[red]mean |d| {_number(left.abs_mean)} is left[/red] (rounding: {_number(found.rounding)}), which no single known fault explains"
+    return (
+        f"[red]mean |d| {_number(left.abs_mean)} is left[/red] (rounding: {_number(found.rounding)}), which no single known "
+        "fault explains"
+    )
 
 
 def _table(title: str, first: str, last: str) -> Table:

@@ -17,7 +17,7 @@ from megatron_rl.planner.optimizers import OPTIMIZERS
 from megatron_rl.planner.picture import check_format, draw
 from megatron_rl.planner.requests import named_candidate
 from megatron_rl.planner.rollouts import WEIGHT_BYTES
-from megatron_rl.planner.search import enough_ranks, room, verdict
+from megatron_rl.planner.search import evaluate_candidate, room, smallest_fitting_search
 from megatron_rl.planner.text import print_assumptions, print_comparison, print_details, print_missing, print_plans, print_trainer
 from megatron_rl.planner.workload import GIB
 from megatron_rl.weight_mapping import ParameterTable
@@ -85,7 +85,7 @@ def _explain(console: Console, counts: ParameterCounts, work: Workload, request:
     candidate = candidate_of(config) if text == "config" else named_candidate(text, work, default)
     if text != "config" and candidate.layout.world_size > request.gpus:
         raise ConfigError(f"--explain {text}: {candidate.layout.world_size} ranks are more than --gpus {request.gpus}")
-    scored = verdict(counts, work, request.machine, candidate)
+    scored = evaluate_candidate(counts, work, request.machine, candidate)
     print_trainer(console, counts, work, scored, request.machine)
     print_assumptions(console, work, request.machine)
     missing = scored.memory.total - room(request.machine)
@@ -134,7 +134,7 @@ def _print_nearest_feasible(
             )
             print_plans(console, larger, request.machine)
             return
-    if enough_ranks(counts, work, request.machine, gpus, request.node) is None:
+    if smallest_fitting_search(counts, work, request.machine, gpus, request.node) is None:
         console.print("\nnothing fits on any number of these accelerators: shorten the sequences, or take ones with more memory")
 
 

@@ -7,12 +7,22 @@ What a rank holds is exact; activations are counted operation by operation; time
 machines.toml with the runs that they were fitted to.
 """
 
-from megatron_rl.planner.balance import Balanced, Plan, balance
+from megatron_rl.planner.balance import Balanced, ParallelismPlan, balance
 from megatron_rl.planner.counts import ParameterCounts
 from megatron_rl.planner.machine import Machine, MachineError, known_machines, machine_named
 from megatron_rl.planner.workload import Candidate, Workload, candidate_of, workload_of
 
 __all__ = [
-    "Balanced", "Candidate", "Machine", "MachineError", "ParameterCounts", "Plan", "Workload", "balance", "candidate_of",
-    "known_machines", "machine_named", "workload_of",
+    "Balanced",
+    "Candidate",
+    "Machine",
+    "MachineError",
+    "ParallelismPlan",
+    "ParameterCounts",
+    "Workload",
+    "balance",
+    "candidate_of",
+    "known_machines",
+    "machine_named",
+    "workload_of",
 ]  # fmt: skip

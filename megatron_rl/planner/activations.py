@@ -24,7 +24,7 @@ class LayerBytes:
     """The part of `mlp` that selective recomputation of experts keeps."""
 
     @property
-    def whole(self) -> float:
+    def total(self) -> float:
         return self.stream + self.attention + self.mlp
 
 
@@ -92,7 +92,7 @@ def kept_bytes(layer: LayerBytes, recompute: str, *, sparse: bool) -> float:
         return layer.stream
     if recompute == "selective" and sparse:
         return layer.stream + layer.attention + layer.mlp_input
-    return layer.whole
+    return layer.total
 
 
 def workspace_bytes(layer: LayerBytes, recompute: str, *, sparse: bool) -> float:

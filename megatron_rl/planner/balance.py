@@ -10,7 +10,7 @@ from megatron_rl.planner.workload import Workload
 
 
 @dataclass(frozen=True)
-class Plan:
+class ParallelismPlan:
     """A whole run: the trainer's layout, the servers, and the pace of both."""
 
     trainer: Scored
@@ -43,8 +43,8 @@ class Plan:
 class Balanced:
     """plans: the best first, by seconds of a step. Empty: nothing fits, and `searched` and `server` say what."""
 
-    plans: list[Plan]
-    looked_at: int
+    plans: list[ParallelismPlan]
+    num_evaluated: int
     searched: Searched | None
     server: ServerPlan | None
 
@@ -60,8 +60,8 @@ def balance(
     keep: int = 5,
 ) -> Balanced:
     """All sensible divisions of `gpus` into trainer and servers; trainer_gpus: this one alone."""
-    plans: list[Plan] = []
-    looked_at, nearest, server = 0, None, None
+    plans: list[ParallelismPlan] = []
+    num_evaluated, nearest, server = 0, None, None
     sync = sync_seconds(counts, work, machine)
     for trainer in [trainer_gpus] if trainer_gpus else trainer_sizes(gpus, node):
         found = best_server(counts, work, machine, gpus - trainer)
@@ -71,17 +71,21 @@ def balance(
         if len(plans) >= keep and rollouts_s > plans[keep - 1].step_s:
             continue  # too few servers are left, whatever the trainer does
         searched = search(counts, work, machine, trainer, node, keep=keep)
-        looked_at += searched.looked_at
+        num_evaluated += searched.num_evaluated
         nearest = (
-            searched if nearest is None or (not nearest.best and _lacks(searched) < _lacks(nearest)) or searched.best else nearest
+            searched
+            if nearest is None or (not nearest.best and _missing_bytes(searched) < _missing_bytes(nearest)) or searched.best
+            else nearest
         )
         if found is not None:
-            plans += [Plan(scored, found, servers, sync, rollouts_s, work.max_staleness > 0) for scored in searched.best]
+            plans += [
+                ParallelismPlan(scored, found, servers, sync, rollouts_s, work.max_staleness > 0) for scored in searched.best
+            ]
             plans.sort(key=lambda plan: (plan.step_s, plan.trainer.seconds))
-    return Balanced(plans[:keep], looked_at, nearest, server)
+    return Balanced(plans[:keep], num_evaluated, nearest, server)
 
 
-def _lacks(searched: Searched) -> float:
+def _missing_bytes(searched: Searched) -> float:
     return searched.nearest[1].total if searched.nearest else float("inf")
 
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError, load_config
-from megatron_rl.planner.balance import Plan
+from megatron_rl.planner.balance import ParallelismPlan
 
 _SECTION = re.compile(r"^\[([A-Za-z_.]+)\]\s*(#.*)?$")
 
@@ -14,7 +14,7 @@ _SPREAD_EXPERTS = "--enable-expert-parallel"
 """vLLM's argument."""
 
 
-def values_of(plan: Plan, config: Config) -> dict[str, dict[str, object]]:
+def values_of(plan: ParallelismPlan, config: Config) -> dict[str, dict[str, object]]:
     """By section; None removes a key, whose default is what the plan says. config: the file's as it is."""
     others = [argument for argument in config.servers.extra_arguments if argument != _SPREAD_EXPERTS]
     arguments = [*others, _SPREAD_EXPERTS] if plan.server.expert > 1 else others
@@ -31,7 +31,7 @@ def values_of(plan: Plan, config: Config) -> dict[str, dict[str, object]]:
     }  # fmt: skip
 
 
-def write_choice(file: Path, plan: Plan, *, longest_sequence: int | None = None) -> Config:
+def write_choice(file: Path, plan: ParallelismPlan, *, longest_sequence: int | None = None) -> Config:
     """Change the file in place; what is written is read again before the old file is replaced.
 
     longest_sequence: planned for in place of the file's; longer ones have longer responses.

@@ -16,7 +16,7 @@ def divisors(number: int, most: int | None = None) -> list[int]:
     return [n for n in range(1, min(number, most or number) + 1) if number % n == 0]
 
 
-def layouts_of(model: ModelArchitecture, world_size: int, node: int, longest_sequence: int) -> Iterator[Layout]:
+def candidate_layouts(model: ModelArchitecture, world_size: int, node: int, longest_sequence: int) -> Iterator[Layout]:
     """Pruned by what never pays: tensor parallelism across nodes, sequences cut that are short, experts cut that have ranks to spare."""
     cps = [1] if longest_sequence <= CONTEXT_FROM else [n for n in (1, 2, 4, 8, 16) if longest_sequence // n >= 4096]
     for tp in tensor_sizes(model, node):

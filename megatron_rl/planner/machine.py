@@ -8,9 +8,11 @@ from typing import Any
 
 import tomli_w
 
+from megatron_rl.errors import UserError
 
-class MachineError(ValueError):
-    """A machine that is not known, or whose table is not whole."""
+
+class MachineError(UserError, ValueError):
+    """A machine that is not known, or whose table is incomplete."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Machine:
     error_high: float = 1.4
     """Published or measured step times lie between these multiples of the predicted one."""
     cores: float = 0.0
-    """CPU cores of a machine whose ranks share them (two threads of one core are less than two); 0: each rank has an accelerator of its own."""
+    """CPU cores of a machine whose ranks share them (two threads of one core are less than two); 0: each rank has an accelerator
+    of its own."""
     source: str = ""
 
     def tflops(self, precision: str) -> float:
@@ -95,7 +98,7 @@ def _read_all(tree: dict[str, Any], where: str, known: dict[str, Machine]) -> di
     found: dict[str, Machine] = {}
     for name, table in tree.items():
         if not isinstance(table, dict):
-            raise MachineError(f"{where}: {name} = {table!r} stands outside of a table; write [{name}]")
+            raise MachineError(f"{where}: {name} = {table!r} is outside of a table; write [{name}]")
         found[name] = _read_one(name, table, where, known | found)
     return found
 
@@ -109,10 +112,10 @@ def _read_one(name: str, table: dict[str, Any], where: str, known: dict[str, Mac
     if strange := sorted(values.keys() - names.keys()):
         raise MachineError(f"{where}: [{name}] {', '.join(strange)}: not known; known are {', '.join(names)}")
     if wrong := [key for key, value in values.items() if key != "source" and not _is_amount(value)]:
-        raise MachineError(f"{where}: [{name}] {', '.join(wrong)}: must be a number, 0 or more")
+        raise MachineError(f"{where}: [{name}] {', '.join(wrong)}: has to be a number, 0 or more")
     needed = {key for key, field in names.items() if field.default is MISSING}
     if base is None and (missing := sorted(needed - values.keys())):
-        raise MachineError(f"{where}: [{name}] lacks {', '.join(missing)}; give them, or a base to take them from")
+        raise MachineError(f"{where}: [{name}] has no {', '.join(missing)}; add them, or a base that has them")
     return replace(known[base], name=name, **values) if base else Machine(name=name, **values)
 
 

@@ -105,9 +105,9 @@ def measure_machine(
             done.append(_run(_config_of(config, small, case.candidate), case))
     measured = [RankMeasurement(min(run.step_s for run in done), min(run.peak_bytes for run in done)) for done in runs]
     settled = [_is_settled(done) for done in runs]
-    of_fit = [(case, found) for case, found in zip(cases, measured, strict=True) if case.fits]
+    fit_cases = [(case, found) for case, found in zip(cases, measured, strict=True) if case.fits]
     machine = fitted(
-        counts, replace(machine, name=MEASURED, source=f"measured: {len(of_fit)} layouts of a shrunken model"), of_fit
+        counts, replace(machine, name=MEASURED, source=f"measured: {len(fit_cases)} layouts of a shrunken model"), fit_cases
     )
     return machine, [_compare(counts, machine, *of_case) for of_case in zip(cases, measured, settled, strict=True)]
 

@@ -45,7 +45,8 @@ def named_candidate(text: str, work: Workload, world_size: int) -> Candidate:
     tokens = numbers.pop("MICROBATCH", work.longest_sequence)
     if tokens < work.longest_sequence:
         raise ConfigError(
-            f"--explain {text}: a microbatch of {tokens} tokens holds no sequence of {work.longest_sequence}; they are never split"
+            f"--explain {text}: a microbatch of {tokens} tokens holds no sequence of {work.longest_sequence}; they are never "
+            "split"
         )
     world_size = numbers.pop("GPUS", world_size)
     layout = Layout(world_size, **{_SIZES[name]: size for name, size in numbers.items()})

@@ -10,7 +10,8 @@ from megatron_rl.planner.workload import GIB, Workload
 from megatron_rl.weight_mapping import LatentAttention, ModelArchitecture, Role
 
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4 / 128**2, "nvfp4": 0.5 + 1 / 16}
-"""Of an element of a quantised matrix with its scales (a byte for 16 in NVFP4, 4 bytes for 128 x 128 in FP8); the rest stays in bf16."""
+"""Of an element of a quantised matrix with its scales (a byte for 16 in NVFP4, 4 bytes for 128 x 128 in FP8); the rest stays in
+bf16."""
 SERVER_GIB = 4.0
 """vLLM's activations and graphs, on each accelerator, inside of what gpu_memory_utilization allows."""
 PREFILL_EFFICIENCY = 0.4

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_rl.planner.counts import ParameterCounts
-from megatron_rl.planner.layouts import layouts_of
+from megatron_rl.planner.layouts import candidate_layouts
 from megatron_rl.planner.machine import Machine
 from megatron_rl.planner.memory import Memory, most_loaded, rank_memory, static_terms
 from megatron_rl.planner.step_time import StepTime, step_time
@@ -36,7 +36,7 @@ class Searched:
     """The best first; and of those that do not fit, the one that lacks least."""
 
     best: list[Scored]
-    looked_at: int
+    num_evaluated: int
     nearest: tuple[Candidate, Memory] | None
 
 
@@ -65,14 +65,14 @@ def search(counts: ParameterCounts, work: Workload, machine: Machine, world_size
 
     Memory is looked at only where a layout would be among the fastest without recomputation: with it, it is slower still.
     """
-    fastest, looked_at = _Fastest(keep), 0
+    fastest, num_evaluated = _Fastest(keep), 0
     nearest: tuple[float, Candidate] | None = None
-    for layout in layouts_of(counts.architecture, world_size, node, work.longest_sequence):
+    for layout in candidate_layouts(counts.architecture, world_size, node, work.longest_sequence):
         leanest = Candidate(layout, work.longest_sequence, "full")
         missing = _static_missing(counts, work, machine, leanest)
-        looked_at += missing is None or missing > 0
+        num_evaluated += missing is None or missing > 0
         for candidate in _of_each_length(work, layout) if missing == 0 else ():
-            looked_at += 1
+            num_evaluated += 1
             time = step_time(counts, work, candidate, machine)
             if not fastest.takes(time.total):
                 continue
@@ -86,7 +86,7 @@ def search(counts: ParameterCounts, work: Workload, machine: Machine, world_size
             nearest = missing, leanest
     best = [Scored(c, time, most_loaded(counts, work, c, machine)) for c, time in fastest.in_order()]
     lacking = (nearest[1], most_loaded(counts, work, nearest[1], machine)) if nearest and not best else None
-    return Searched(best, looked_at, lacking)
+    return Searched(best, num_evaluated, lacking)
 
 
 def _static_missing(counts: ParameterCounts, work: Workload, machine: Machine, candidate: Candidate) -> float | None:
@@ -127,7 +127,7 @@ def _ends(layout: Layout) -> set[int]:
     return {stage for stage in (0, 1, 2, layout.pp - 1) if 0 <= stage < layout.pp}
 
 
-def verdict(counts: ParameterCounts, work: Workload, machine: Machine, candidate: Candidate) -> Scored:
+def evaluate_candidate(counts: ParameterCounts, work: Workload, machine: Machine, candidate: Candidate) -> Scored:
     """Of a named layout, whether it fits or not; LayoutError where it does not divide the model."""
     model = counts.architecture
     candidate.layout.check_model(
@@ -137,7 +137,7 @@ def verdict(counts: ParameterCounts, work: Workload, machine: Machine, candidate
     return Scored(candidate, step_time(counts, work, candidate, machine), most_loaded(counts, work, candidate, machine))
 
 
-def enough_ranks(
+def smallest_fitting_search(
     counts: ParameterCounts, work: Workload, machine: Machine, world_size: int, node: int, most: int = 16384
 ) -> Searched | None:
     """The smallest doubling of the ranks at which something fits."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.planner.balance import Balanced, Plan
+from megatron_rl.planner.balance import Balanced, ParallelismPlan
 from megatron_rl.planner.counts import ParameterCounts
 from megatron_rl.planner.machine import Machine
 from megatron_rl.planner.measure import Comparison
@@ -16,7 +16,7 @@ from megatron_rl.planner.workload import GIB, LENGTH_SPREAD, PACKING_FILL, Candi
 
 
 def print_plans(console: Console, balanced: Balanced, machine: Machine) -> None:
-    console.print(f"[bold]plans[/bold], the fastest first ({balanced.looked_at} layouts looked at)")
+    console.print(f"[bold]plans[/bold], the fastest first ({balanced.num_evaluated} layouts looked at)")
     table = Table(box=None, padding=(0, 1))
     for name in (
         "",
@@ -62,14 +62,15 @@ def print_plans(console: Console, balanced: Balanced, machine: Machine) -> None:
     console.print(f"each accelerator has {machine.memory_gib:.0f} GiB, of which a plan may fill {room(machine) / GIB:.0f}")
 
 
-def print_details(console: Console, counts: ParameterCounts, work: Workload, plan: Plan, machine: Machine) -> None:
+def print_details(console: Console, counts: ParameterCounts, work: Workload, plan: ParallelismPlan, machine: Machine) -> None:
     """The first plan in full."""
     print_trainer(console, counts, work, plan.trainer, machine)
     server = plan.server
     spread = f", experts over {server.expert} ranks" if server.expert > 1 else ""
     console.print(f"\n[bold]rollouts[/bold]: {plan.servers} servers of {server.tensor}{spread}")
     console.print(
-        f"  weights {server.weights_gib:.1f} GiB and caches {server.cache_gib:.1f} GiB on each accelerator ({work.rollout_weights})"
+        f"  weights {server.weights_gib:.1f} GiB and caches {server.cache_gib:.1f} GiB on each accelerator "
+        f"({work.rollout_weights})"
     )
     console.print(
         f"  {server.sequences} sequences at once, {server.tokens_per_s:.0f} tokens/s a server; limited by {server.limit}"
@@ -84,14 +85,16 @@ def print_details(console: Console, counts: ParameterCounts, work: Workload, pla
 def print_trainer(console: Console, counts: ParameterCounts, work: Workload, scored: Scored, machine: Machine) -> None:
     c, layout = scored.candidate, scored.candidate.layout
     console.print(
-        f"\n[bold]trainer[/bold]: {layout.world_size} ranks, {_layout_words(c)}, microbatches of {c.microbatch_tokens} tokens, recompute {c.recompute}"
+        f"\n[bold]trainer[/bold]: {layout.world_size} ranks, {_layout_words(c)}, microbatches of {c.microbatch_tokens} tokens, "
+        f"recompute {c.recompute}"
     )
     console.print(_memory_table(scored.memory, machine))
     if scored.memory.stage == layout.pp - 1 or layout.pp == 1:
         heads = output_layer_bytes(counts, work, c)
         console.print("  the output layer " + ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in heads.items()))
     console.print(
-        f"  host memory of a rank: {host_bytes(counts, work, c) / GIB:.0f} GiB (the node has {machine.host_memory_gib:.0f} for each)"
+        f"  host memory of a rank: {host_bytes(counts, work, c) / GIB:.0f} GiB (the node has {machine.host_memory_gib:.0f} for "
+        "each)"
     )
     console.print(_time_table(scored.time, machine))
 
@@ -159,15 +162,17 @@ def print_missing(console: Console, balanced: Balanced, machine: Machine) -> Non
         candidate, memory = balanced.searched.nearest
         missing = (memory.total - room(machine)) / GIB
         console.print(
-            f"[bold red]no layout fits[/bold red]: the nearest, {candidate.layout.world_size} ranks as {_layout_words(candidate)}, recompute "
-            f"{candidate.recompute}, lacks {missing:.1f} GiB on each rank of stage {memory.stage}"
+            f"[bold red]no layout fits[/bold red]: the nearest, {candidate.layout.world_size} ranks as "
+            f"{_layout_words(candidate)}, recompute {candidate.recompute}, lacks {missing:.1f} GiB on each rank of stage "
+            f"{memory.stage}"
         )
         console.print(_memory_table(memory, machine))
     elif balanced.searched and not balanced.searched.best:
         console.print("[bold red]no layout divides the model[/bold red] over any number of ranks that was looked at")
     if balanced.server is None:
         console.print(
-            "[bold red]no server fits[/bold red]: weights and the cache of one sequence are more than what is left beside the trainer"
+            "[bold red]no server fits[/bold red]: weights and the cache of one sequence are more than what is left beside the "
+            "trainer"
         )
 
 

@@ -48,7 +48,8 @@ class Workload:
     imbalance: float = 1.2
     """Tokens of the busiest rank's experts over the mean."""
     unevenness: float = 0.05
-    """Standard deviation of one microbatch's seconds over their mean: packed sequences differ in length, and attention with them."""
+    """Standard deviation of one microbatch's seconds over their mean: packed sequences differ in length, and attention with
+    them."""
     max_staleness: int = 2
     max_num_seqs: int = 128
     bucket_bytes: int = 64 << 20

@@ -11,6 +11,7 @@ from jinja2 import Environment, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from megatron_rl.config import RunFolder
+from megatron_rl.errors import UserError
 from megatron_rl.metrics import Row, damaged_lines, read_rows, summarise_run
 from megatron_rl.metrics.catalogue import PANELS
 from megatron_rl.report.figures import colours, figure, trainer_waits
@@ -20,7 +21,7 @@ from megatron_rl.report.rollouts import shown_rollouts
 STEPS_WITH_ROLLOUTS = 12
 
 
-class ReportError(ValueError):
+class ReportError(UserError, ValueError):
     """A folder of which no report can be made."""
 
 
@@ -69,7 +70,8 @@ def _names(folders: Sequence[RunFolder]) -> list[str]:
 def _rows(folder: RunFolder, remark: Callable[[str], None]) -> list[Row]:
     if not folder.config_file.exists() or not folder.metrics_file.exists():
         raise ReportError(
-            f"{folder.path}: no run lies here (config.toml and metrics.jsonl are wanted); give the folder of a run, for example runs/NAME"
+            f"{folder.path}: no run lies here (config.toml and metrics.jsonl are wanted); give the folder of a run, for example "
+            "runs/NAME"
         )
     rows = read_rows(folder.metrics_file)
     if damaged := damaged_lines(folder.metrics_file):

@@ -1,9 +1,11 @@
-"""The typed errors of tasks."""
+"""The errors of tasks."""
+
+from megatron_rl.errors import RunError, UserError
 
 
-class TaskError(ValueError):
-    """A task that cannot be used: names the value, the rule and the remedy."""
+class TaskError(UserError, ValueError):
+    """A task that cannot be used; the message names the value, the rule and the remedy."""
 
 
-class RewardError(RuntimeError):
-    """A reward that raised, or that is no finite number: names the function and what happened."""
+class RewardError(RunError, RuntimeError):
+    """A reward function that raised or returned no finite number; the message names the function and what happened."""

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.planner import balance, machine_named
-from megatron_rl.planner.layouts import layouts_of, pipelines
+from megatron_rl.planner.layouts import candidate_layouts, pipelines
 from megatron_rl.planner.requests import named_candidate
-from megatron_rl.planner.search import room, search, verdict
+from megatron_rl.planner.search import evaluate_candidate, room, search
 from megatron_rl.weight_mapping import ParameterTable, Placement
 from tests.unit.planner.subject import PUBLISHED, WORK, counts_of
 
@@ -31,10 +31,10 @@ def test_no_layout_that_was_looked_at_is_better() -> None:
     """The search against a plain walk over the same layouts."""
     counts = counts_of("Moonlight-16B-A3B")
     best = search(counts, WORK, H200, 8, 8, keep=1).best[0]
-    for layout in layouts_of(counts.architecture, 8, 8, WORK.longest_sequence):
+    for layout in candidate_layouts(counts.architecture, 8, 8, WORK.longest_sequence):
         for recompute in ("none", "selective", "full"):
             for tokens in (16384, 32768, 65536):
-                scored = verdict(
+                scored = evaluate_candidate(
                     counts, WORK, H200, replace(best.candidate, layout=layout, recompute=recompute, microbatch_tokens=tokens)
                 )
                 if scored.memory.total <= room(H200):
@@ -50,12 +50,12 @@ def test_what_does_not_fit_says_what_it_lacks() -> None:
 
 def test_long_sequences_are_cut_over_ranks() -> None:
     long = replace(WORK, longest_sequence=131072, mean_response=60000.0)
-    assert {layout.cp for layout in layouts_of(counts_of("Qwen3-30B-A3B").architecture, 16, 8, 131072)} == {1, 2, 4, 8, 16}
+    assert {layout.cp for layout in candidate_layouts(counts_of("Qwen3-30B-A3B").architecture, 16, 8, 131072)} == {1, 2, 4, 8, 16}
     assert search(counts_of("Qwen3-30B-A3B"), long, H200, 32, 8).best
 
 
 def test_experts_with_biases_are_never_cut() -> None:
-    found = list(layouts_of(counts_of("GPT-OSS-120B").architecture, 32, 8, 16384))
+    found = list(candidate_layouts(counts_of("GPT-OSS-120B").architecture, 32, 8, 16384))
     assert {layout.etp for layout in found} == {1}  # the engine refuses the others
     assert {1, 2, 4, 8} <= {layout.tp for layout in found}
 
