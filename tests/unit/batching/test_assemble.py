@@ -161,8 +161,8 @@ def test_every_position_against_the_slow_reading(spool, layout, sequence_paralle
 
 @pytest.mark.parametrize(("layout", "sequence_parallel"), LAYOUTS)
 def test_all_ranks_of_a_replica_see_the_same(spool, layout, sequence_parallel):
-    """Whatever its stage, tensor or context rank: only the routes differ, by the layers asked for and by the tokens that its routers see,
-    which are an equal share of them."""
+    """Whatever its stage, tensor or context rank: only the routes differ, by the layers asked for and by the tokens that its
+    routers see, which are an equal share of them."""
     _, plan = random_step(spool)
     options = replace(OPTIONS, sequence_parallel=sequence_parallel)
     per_replica = microbatches_of_all(plan, spool, layout, options)

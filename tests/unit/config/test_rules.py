@@ -47,7 +47,10 @@ REFUSED = [
         {"run": {"device": "cuda"}, "model": {"dtype": "float32"}, "precision": {"training": "qat", "rollouts": "nvfp4"}},
         "set model.dtype = 'bfloat16'",
     ),
-    ({"run": {"device": "cuda"}, "precision": W4A4, "weight_sync": {"transport": "gloo"}}, "all others multiply them in full precision"),
+    (
+        {"run": {"device": "cuda"}, "precision": W4A4, "weight_sync": {"transport": "gloo"}},
+        "all others multiply them in full precision",
+    ),
 ]
 
 

@@ -212,7 +212,8 @@ def test_metadata_that_would_run_something_are_not_read(tmp_path: Path) -> None:
 
 
 def test_a_run_that_trained_none_of_them_gives_them_back_unchanged(tmp_path: Path) -> None:
-    """RUN/model has the layers, the run's checkpoint has not: the export has them, and what repeats the policy is the policy's."""
+    """RUN/model has the layers, the run's checkpoint has not: the export has them, and what repeats the policy is the
+    policy's."""
     config = {**MODELS["deepseek_v3_moe"], "num_nextn_predict_layers": 1}
     source = write_model(tmp_path / "run" / "model", config)
     trained = {name: torch.randn(shape) for name, shape in ParameterTable(config).hf_shapes.items()}

@@ -1,4 +1,5 @@
-"""NVFP4 checkpoints, written and read: the trainer's values to the last bit in both formats. What vLLM makes of them: tests/e2e."""
+"""NVFP4 checkpoints, written and read: the trainer's values to the last bit in both formats. What vLLM makes of them:
+tests/e2e."""
 
 import json
 from collections.abc import Mapping
@@ -18,9 +19,17 @@ from megatron_rl.weight_mapping import ParameterTable
 from tests.unit.conversion.test_convert import DATA, MODELS, Interrupted, write_model
 
 SIZES = {
-    "hidden_size": 48, "intermediate_size": 80, "moe_intermediate_size": 32, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 103,
-    "q_lora_rank": 16, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16,
-}  # fmt: skip
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 103,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 """Inputs of all matrices are multiples of 16, and no matrix is square."""
 FAMILIES = {
     name: config | {key: value for key, value in SIZES.items() if key in config}
@@ -210,6 +219,7 @@ def test_compressed_tensors_reads_config_and_weights(qwen: HfCheckpoint, tmp_pat
     tensors, module = load_file(tmp_path / "out" / "model.safetensors"), "model.layers.3.self_attn.k_proj"
     own = {name.removeprefix(module + "."): tensor for name, tensor in tensors.items() if name.startswith(module + ".")}
     assert {*NVFP4PackedCompressor.compression_param_names(scheme)} == own.keys()
-    # It computes in bf16: the product of an E2M1 value with a block's scale is exact there, its product with the global scale rounds twice.
+    # It computes in bf16: the product of an E2M1 value with a block's scale is exact there, its product with the global scale
+    # rounds twice.
     theirs = NVFP4PackedCompressor.decompress(own, scheme)["weight"]
     torch.testing.assert_close(theirs, HfCheckpoint.open(tmp_path / "out")[module + ".weight"], rtol=2**-6, atol=0)

@@ -1,4 +1,5 @@
-"""What a user sees: help that teaches, a dry run that starts nothing, and errors that name value, rule and remedy before any work."""
+"""What a user sees: help that teaches, a dry run that starts nothing, and errors that name value, rule and remedy before any
+work."""
 
 import json
 import socket
@@ -14,11 +15,26 @@ from megatron_rl.launch.cli import app
 
 CONFIG = str(Path(__file__).parents[3] / "model_configs" / "tiny-moe-cpu.toml")
 SMALL = {
-    "model_type": "qwen3_moe", "vocab_size": 101, "hidden_size": 24, "intermediate_size": 40, "moe_intermediate_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 256,
-    "tie_word_embeddings": False, "initializer_range": 0.02,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "vocab_size": 101,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+}
 
 
 def invoke(*words: str):

@@ -1,4 +1,5 @@
-"""What a job's nodes are told to start: which process on which node, with which GPUs and variables. The agents are this test's requests."""
+"""What a job's nodes are told to start: which process on which node, with which GPUs and variables. The agents are this test's
+requests."""
 
 import asyncio
 from pathlib import Path
@@ -13,10 +14,29 @@ from megatron_rl.wire.nodes import NodeRequest, StartOrder
 CONFIG = Path(__file__).parents[3] / "model_configs" / "tiny-moe-cpu.toml"
 ENVIRONMENT = {"MEGATRON_RL_ORCHESTRATOR": "http://10.0.0.1:4000", "MEGATRON_RL_KEY": "k"}
 GPUS = [
-    "--run.device", "cuda", "--layout.world_size", "16", "--layout.tensor", "2", "--servers.count", "3", "--servers.tensor", "2",
-    "--slurm.trainer.nodes", "2", "--slurm.rollouts.nodes", "2", "--slurm.trainer.gpus_per_node", "8", "--slurm.rollouts.gpus_per_node", "4",
-    "--slurm.interface", "lo", "--slurm.trainer.environment", '{NCCL_IB_HCA = "mlx5", CUDA_DEVICE_MAX_CONNECTIONS = "8"}',
-]  # fmt: skip
+    "--run.device",
+    "cuda",
+    "--layout.world_size",
+    "16",
+    "--layout.tensor",
+    "2",
+    "--servers.count",
+    "3",
+    "--servers.tensor",
+    "2",
+    "--slurm.trainer.nodes",
+    "2",
+    "--slurm.rollouts.nodes",
+    "2",
+    "--slurm.trainer.gpus_per_node",
+    "8",
+    "--slurm.rollouts.gpus_per_node",
+    "4",
+    "--slurm.interface",
+    "lo",
+    "--slurm.trainer.environment",
+    '{NCCL_IB_HCA = "mlx5", CUDA_DEVICE_MAX_CONNECTIONS = "8"}',
+]
 
 
 @pytest.fixture

@@ -87,17 +87,27 @@ def test_an_infeasible_request_names_what_is_missing_and_what_would_do(file: Pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpus", "0"], "--gpus 0: 1 or more"), ([], "--gpus is missing"), (["--gpus", "1"], "an accelerator each"), (["--gpus", "12"], "--nodes-of 8"),
-        (["--gpus", "16", "--trainer-gpus", "16"], "fewer than --gpus"), (["--gpus", "16", "--gpu-type", "h300"], "h100, h200"),
-        (["--gpus", "16", "--optimizer", "sgd"], "adamw, muon"), (["--gpus", "16", "--imbalance", "0.5"], "at least the mean"),
-        (["--gpus", "16", "--imbalance", "nan"], "at least the mean"), (["--gpus", "16", "--mean-response", "nan"], "1 or more"),
-        (["--gpus", "16", "--mean-response", "99999"], "longer than the longest"), (["--gpus", "16", "--picture", "a.pdf"], ".svg or .png"),
-        (["--gpus", "16", "--explain", "TP=3"], "not a multiple"), (["--gpus", "16", "--model.path", "nowhere"], "config.json"),
-        (["--gpus", "16", "--context", "0"], "--context 0"), (["--gpus", "16", "--explain", " "], "names no layout"),
-        (["--gpus", "16", "--explain", "TP"], "TP has no value"), (["--gpus", "16", "--explain", "TP=2,tp=4"], "TP is given twice"),
+        (["--gpus", "0"], "--gpus 0: 1 or more"),
+        ([], "--gpus is missing"),
+        (["--gpus", "1"], "an accelerator each"),
+        (["--gpus", "12"], "--nodes-of 8"),
+        (["--gpus", "16", "--trainer-gpus", "16"], "fewer than --gpus"),
+        (["--gpus", "16", "--gpu-type", "h300"], "h100, h200"),
+        (["--gpus", "16", "--optimizer", "sgd"], "adamw, muon"),
+        (["--gpus", "16", "--imbalance", "0.5"], "at least the mean"),
+        (["--gpus", "16", "--imbalance", "nan"], "at least the mean"),
+        (["--gpus", "16", "--mean-response", "nan"], "1 or more"),
+        (["--gpus", "16", "--mean-response", "99999"], "longer than the longest"),
+        (["--gpus", "16", "--picture", "a.pdf"], ".svg or .png"),
+        (["--gpus", "16", "--explain", "TP=3"], "not a multiple"),
+        (["--gpus", "16", "--model.path", "nowhere"], "config.json"),
+        (["--gpus", "16", "--context", "0"], "--context 0"),
+        (["--gpus", "16", "--explain", " "], "names no layout"),
+        (["--gpus", "16", "--explain", "TP"], "TP has no value"),
+        (["--gpus", "16", "--explain", "TP=2,tp=4"], "TP is given twice"),
         (["--gpus", "16", "--explain", "TP=2,GPUS=32"], "32 ranks are more than --gpus 16"),
         (["--gpus", "16", "--picture", "nowhere/a.svg"], "--picture nowhere/a.svg: no file can be written there"),
     ],
-)  # fmt: skip
+)
 def test_bad_requests(file: Path, words: list[str], message: str) -> None:
     assert message in invoke(file, *words, status=2)

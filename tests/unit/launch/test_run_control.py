@@ -103,7 +103,8 @@ def test_stop_on_another_machine_is_refused(tmp_path):
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """Stand-ins for squeue, which says that job 12 is in the state given, and scancel, which keeps its words in a file that is returned."""
+    """Stand-ins for squeue, which says that job 12 is in the state given, and scancel, which keeps its words in a file that is
+    returned."""
 
     def stand_in(state: str) -> Path:
         folder = tmp_path / "bin"

@@ -1,4 +1,5 @@
-"""`megatron-rl launch` up to what sbatch gets, and what is refused before that. Not proved here: that Slurm takes it (tests/e2e)."""
+"""`megatron-rl launch` up to what sbatch gets, and what is refused before that. Not proved here: that Slurm takes it
+(tests/e2e)."""
 
 import json
 import os
@@ -79,11 +80,34 @@ def test_bash_reads_the_script(tmp_path):
 
 def test_each_role_gets_its_nodes(tmp_path):
     words = [
-        *GPUS, "--slurm.trainer.nodes", "2", "--layout.world_size", "16", "--slurm.rollouts.nodes", "3", "--servers.count", "6",
-        "--servers.tensor", "4", "--slurm.partition", "batch", "--slurm.rollouts.partition", "inference", "--slurm.account", "lab",
-        "--slurm.qos", "high", "--slurm.time_limit", "1-12:00:00", "--slurm.rollouts.constraint", "h100&nvme",
-        "--slurm.signal_before_end_s", "900", "--slurm.arguments", '["--reservation=r"]',
-    ]  # fmt: skip
+        *GPUS,
+        "--slurm.trainer.nodes",
+        "2",
+        "--layout.world_size",
+        "16",
+        "--slurm.rollouts.nodes",
+        "3",
+        "--servers.count",
+        "6",
+        "--servers.tensor",
+        "4",
+        "--slurm.partition",
+        "batch",
+        "--slurm.rollouts.partition",
+        "inference",
+        "--slurm.account",
+        "lab",
+        "--slurm.qos",
+        "high",
+        "--slurm.time_limit",
+        "1-12:00:00",
+        "--slurm.rollouts.constraint",
+        "h100&nvme",
+        "--slurm.signal_before_end_s",
+        "900",
+        "--slurm.arguments",
+        '["--reservation=r"]',
+    ]
     text = script(tmp_path, *words)
     trainer, rollouts = of_component(text, 0), of_component(text, 1)
     for component, expected in (

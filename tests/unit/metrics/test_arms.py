@@ -50,7 +50,7 @@ def test_an_arm_without_runs_or_without_a_value_says_so():
     assert table["entropy, keep-sets, first quarter"] == ["-", "0.75", "-"]
 
 
-@pytest.mark.parametrize("name, words", [("mismatch_kl_k3", "KL k3"), ("abs_dlogp_max", "largest abs Δ log p")])
+@pytest.mark.parametrize(("name", "words"), [("mismatch_kl_k3", "KL k3"), ("abs_dlogp_max", "largest abs Δ log p")])
 def test_a_run_whose_numbers_ran_away_is_not_left_out_in_silence(name, words):
     sound, broken = run(**{name: lambda _: 2.0}), run(**{name: lambda step: math.nan if step == 25 else 2.0})
     table = printed({"arm": [sound, broken]})

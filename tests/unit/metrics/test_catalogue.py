@@ -69,7 +69,8 @@ def test_the_objectives_metrics_are_reduced_as_the_catalogue_says():
 
 
 def test_the_batchs_names_and_the_trainers_are_distinct_and_both_count_the_same_singletons(tmp_path):
-    """The share that the loss measures is that of the rollouts, to the bit, however they are packed; each has a name of its own."""
+    """The share that the loss measures is that of the rollouts, to the bit, however they are packed; each has a name of its
+    own."""
     spool = Spool(tmp_path)
     spool.create()
     rollouts, plan = random_step(spool)

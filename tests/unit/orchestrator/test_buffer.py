@@ -12,10 +12,21 @@ from megatron_rl.records import GroupResult, RolloutSummary
 def group(prompt_index: int, version: int, newest: int | None = None) -> GroupResult:
     def rollout(k: int) -> RolloutSummary:
         return RolloutSummary(
-            uid=f"g{prompt_index}.{k}", file=f"g{prompt_index}.safetensors", index=k, num_prompt_tokens=5, num_completion_tokens=7,
-            num_loss_tokens=7, num_singletons=3, num_keep_ids=12, num_with_keep_set=7, num_with_routes=11, reward=1.0, finish_reason="stop",
-            min_version=version + k, max_version=max(version + k, newest or 0),
-        )  # fmt: skip
+            uid=f"g{prompt_index}.{k}",
+            file=f"g{prompt_index}.safetensors",
+            index=k,
+            num_prompt_tokens=5,
+            num_completion_tokens=7,
+            num_loss_tokens=7,
+            num_singletons=3,
+            num_keep_ids=12,
+            num_with_keep_set=7,
+            num_with_routes=11,
+            reward=1.0,
+            finish_reason="stop",
+            min_version=version + k,
+            max_version=max(version + k, newest or 0),
+        )
 
     return GroupResult(
         uid=f"g{prompt_index}", prompt_index=prompt_index, attempt=0, server="s", rollouts=(rollout(1), rollout(0))
@@ -137,7 +148,8 @@ def test_json_keeps_the_finished_groups_and_the_step():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_simulated_run_keeps_the_bound_and_discards_nothing(seed):
-    """Groups of very uneven duration, updates in flight, failures: every batch is within the bound and nothing grows stale in the buffer."""
+    """Groups of very uneven duration, updates in flight, failures: every batch is within the bound and nothing grows stale in the
+    buffer."""
     rng = random.Random(seed)
     per_step, bound = rng.randint(1, 5), rng.randint(0, 4)
     buffer = GroupBuffer(prompts_per_step=per_step, max_staleness=bound)

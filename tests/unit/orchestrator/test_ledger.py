@@ -17,8 +17,14 @@ def test_life_of_a_prompt():
     assert ledger.trained(3) == 1
     assert ledger.fate(1) == "trained at step 3"
     assert ledger.summary() == {
-        "drawn": 2, "trained": 1, "dropped": 0, "in_flight": 1, "discarded_draws": 0, "kept_length_mean": 4.5, "discarded_length_mean": 0.0,
-    }  # fmt: skip
+        "drawn": 2,
+        "trained": 1,
+        "dropped": 0,
+        "in_flight": 1,
+        "discarded_draws": 0,
+        "kept_length_mean": 4.5,
+        "discarded_length_mean": 0.0,
+    }
     ledger.check()
 
 

@@ -1,4 +1,5 @@
-"""What the orchestrator does after a trainer's death, a stop, a bad disk or a damaged file: nothing is lost, nothing is done twice."""
+"""What the orchestrator does after a trainer's death, a stop, a bad disk or a damaged file: nothing is lost, nothing is done
+twice."""
 
 import asyncio
 import errno

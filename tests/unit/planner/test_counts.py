@@ -1,4 +1,5 @@
-"""The counts are the placement's, which other tests compare with what Megatron builds: for every published model on its own layout."""
+"""The counts are the placement's, which other tests compare with what Megatron builds: for every published model on its own
+layout."""
 
 import json
 import math

@@ -19,9 +19,16 @@ from tests.unit.planner.subject import PUBLISHED
 def test_layouts_that_were_not_shown_are_predicted(name: str) -> None:
     counts, known = ParameterCounts(shrink_model(PUBLISHED[name], MEASURED_SIZES)), machine_named("cpu")
     hidden = replace(
-        known, matmul_efficiency=1.7, expert_efficiency=1.7, attention_efficiency=1.7, layer_overhead_us=900.0, nvlink_gb_s=0.4, cores=1.6,
-        reserved_gib=0.5, activation_factor=1.4,
-    )  # fmt: skip
+        known,
+        matmul_efficiency=1.7,
+        expert_efficiency=1.7,
+        attention_efficiency=1.7,
+        layer_overhead_us=900.0,
+        nvlink_gb_s=0.4,
+        cores=1.6,
+        reserved_gib=0.5,
+        activation_factor=1.4,
+    )
     measured = []
     for case in CASES:
         seconds, size = predicted(counts, hidden, case)

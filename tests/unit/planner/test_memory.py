@@ -48,8 +48,9 @@ def test_activations_of_a_layer_by_hand() -> None:
 
 def test_recomputation_and_cutting_save_memory() -> None:
     by_recompute = [
-        rank_memory(QWEN, WORK, replace(EIGHT, recompute=mode), H200, 0).terms["activations"] for mode in ("none", "selective", "full")
-    ]  # fmt: skip
+        rank_memory(QWEN, WORK, replace(EIGHT, recompute=mode), H200, 0).terms["activations"]
+        for mode in ("none", "selective", "full")
+    ]
     assert by_recompute[0] > by_recompute[1] > by_recompute[2]
     tp1, tp2 = (rank_memory(QWEN, WORK, Candidate(Layout(8, tp=tp, ep=8), 16384, "none"), H200, 0) for tp in (1, 2))
     assert tp2.terms["activations"] == pytest.approx(tp1.terms["activations"] / 2, rel=0.05)

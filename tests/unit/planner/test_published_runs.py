@@ -50,9 +50,17 @@ def slowness(run: Mapping, machine: Machine) -> float:
     counts = counts_of(run["model"], padded)
     layout = Layout(run["gpus"], tp=run["tp"], pp=run["pp"], cp=run["cp"], vpp=run["vpp"], ep=run["ep"])
     work = Workload(
-        run["sequence_length"], 0.0, run["sequence_length"], run["sequences"], 1, scoring_passes=0, truncated=False, replays_routes=False,
-        imbalance=1.0, unevenness=0.0,
-    )  # fmt: skip
+        run["sequence_length"],
+        0.0,
+        run["sequence_length"],
+        run["sequences"],
+        1,
+        scoring_passes=0,
+        truncated=False,
+        replays_routes=False,
+        imbalance=1.0,
+        unevenness=0.0,
+    )
     candidate = Candidate(layout, run["microbatch"] * run["sequence_length"], "none")
     time = (
         step_time(counts, work, candidate, machine, precision=run["precision"], overlaps_reduction=True).total * layers / padded

@@ -82,10 +82,13 @@ def test_without_staleness_the_sides_take_turns() -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("TP=2,QP=3", "QP is not known"), ("TP=two", "whole number"), ("RECOMPUTE=half", "not known"), ("MICROBATCH=100", "never split"),
+        ("TP=2,QP=3", "QP is not known"),
+        ("TP=two", "whole number"),
+        ("RECOMPUTE=half", "not known"),
+        ("MICROBATCH=100", "never split"),
         ("TP=3", "not a multiple"),
     ],
-)  # fmt: skip
+)
 def test_named_layouts_that_cannot_be(text: str, rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         named_candidate(text, WORK, 16)

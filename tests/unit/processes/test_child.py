@@ -83,7 +83,8 @@ def test_what_such_a_child_starts_ends_by_sigterm(tmp_path):
 def test_children_die_when_the_parent_is_killed(tmp_path, stop_signal):
     code = (
         "import pathlib, sys, time\nfrom megatron_rl.processes import Child, Command\n"
-        f"c = Child(Command('c', ['sleep', '60'], pathlib.Path({str(tmp_path)!r}) / 'c.log', stop_signal={int(stop_signal)}))\nprint(c.pid, flush=True)\ntime.sleep(60)"
+        f"c = Child(Command('c', ['sleep', '60'], pathlib.Path({str(tmp_path)!r}) / 'c.log', stop_signal={int(stop_signal)}))\n"
+        "print(c.pid, flush=True)\ntime.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())
@@ -98,7 +99,8 @@ def test_a_child_whose_parent_is_killed_before_it_runs_its_program_dies_too(tmp_
     log = tmp_path / "c.log"  # the child's standard output, also before exec
     code = (
         "import os, pathlib, signal, time\nimport megatron_rl.processes.child as c\nreal = c.kill_with_parent\n"
-        "def slowly(*signals):\n    mend = real(*signals)\n    def hook():\n        mend()\n        os.write(1, b'%d\\n' % os.getpid())\n"
+        "def slowly(*signals):\n    mend = real(*signals)\n    def hook():\n"
+        "        mend()\n        os.write(1, b'%d\\n' % os.getpid())\n"
         "        end = time.monotonic() + 1\n        while time.monotonic() < end: pass\n    return hook\n"
         "c.kill_with_parent = slowly\nsignal.signal(signal.SIGTERM, lambda *_: None)\n"
         f"c.Child(c.Command('c', ['sleep', '60'], pathlib.Path({str(log)!r})))"

@@ -21,7 +21,8 @@ def make_rollout(
     version: int = 3,
     tool_tokens: tuple[int, ...] = (),
 ) -> Rollout:
-    """Sets of 1 to 5 ids in random order; from the middle on tokens are one version newer; tool tokens carry no loss and no set."""
+    """Sets of 1 to 5 ids in random order; from the middle on tokens are one version newer; tool tokens carry no loss and no
+    set."""
     completion = rng.integers(0, contract.vocab_size, num_completion)
     loss = np.ones(num_completion, dtype=bool)
     loss[list(tool_tokens)] = False

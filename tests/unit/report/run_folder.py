@@ -56,8 +56,15 @@ def _rollout(uid: str, random: np.random.Generator, prompt: list[int], kept: lis
     six, equals, seven, eight = kept
     loss_mask = np.array([True, False, True])
     return Rollout(
-        uid=uid, prompt_ids=np.array(prompt, dtype=np.int32), completion_ids=np.array([six, equals, seven], dtype=np.int32),
+        uid=uid,
+        prompt_ids=np.array(prompt, dtype=np.int32),
+        completion_ids=np.array([six, equals, seven], dtype=np.int32),
         logprobs=np.where(loss_mask, -random.random(3), 0).astype(np.float32),
-        keep_sets=RaggedIds.of([[six, seven, eight], [], [seven]]), routed_experts=random.integers(0, 8, (len(prompt) + 2, 4, 2)).astype(np.uint8),
-        policy_versions=np.array([4, 4, 5], dtype=np.int32), loss_mask=loss_mask, sampling=Sampling(top_p=0.9), finish_reason="stop", reward=0.5,
-    )  # fmt: skip
+        keep_sets=RaggedIds.of([[six, seven, eight], [], [seven]]),
+        routed_experts=random.integers(0, 8, (len(prompt) + 2, 4, 2)).astype(np.uint8),
+        policy_versions=np.array([4, 4, 5], dtype=np.int32),
+        loss_mask=loss_mask,
+        sampling=Sampling(top_p=0.9),
+        finish_reason="stop",
+        reward=0.5,
+    )

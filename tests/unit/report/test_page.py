@@ -118,8 +118,11 @@ def test_what_is_damaged_is_said_and_costs_no_more_than_itself(tmp_path):
 
 
 SAID = (
-    ("metrics.jsonl", "1 lines", "line 2"), ("step_000003", "orchestrator.json", "lengths"), ("no rollouts of step 0",), ("no rollouts of step 1",),
-)  # fmt: skip
+    ("metrics.jsonl", "1 lines", "line 2"),
+    ("step_000003", "orchestrator.json", "lengths"),
+    ("no rollouts of step 0",),
+    ("no rollouts of step 1",),
+)
 
 
 def test_records_that_were_cleared_away_are_no_damage(tmp_path):

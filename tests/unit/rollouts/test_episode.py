@@ -25,7 +25,8 @@ class Letters:
 
 
 class Scripted:
-    """Turn n has lengths[n] tokens of version versions[n]. The routes of a request depend on position and turn, so that a row tells both."""
+    """Turn n has lengths[n] tokens of version versions[n]. The routes of a request depend on position and turn, so that a row
+    tells both."""
 
     def __init__(self, lengths, versions, finish="stop"):
         self.lengths, self.versions, self.finish, self.asked = lengths, versions, finish, []
@@ -37,11 +38,13 @@ class Scripted:
         ids = np.arange(100 + 10 * turn, 100 + 10 * turn + count, dtype=np.int32)
         sets = [[int(i), *range(50, 50 + n % 3)] for n, i in enumerate(ids)]
         return Completion(
-            token_ids=ids, logprobs=np.linspace(-0.1, -0.9, count).astype(np.float32) - turn,
+            token_ids=ids,
+            logprobs=np.linspace(-0.1, -0.9, count).astype(np.float32) - turn,
             keep_sets=RaggedIds.of(sets),
-            routed_experts=routes(len(prompt_ids) + count - 1, turn), policy_versions=np.full(count, self.versions[turn], dtype=np.int32),
+            routed_experts=routes(len(prompt_ids) + count - 1, turn),
+            policy_versions=np.full(count, self.versions[turn], dtype=np.int32),
             finish_reason=self.finish,
-        )  # fmt: skip
+        )
 
 
 def routes(rows, turn):

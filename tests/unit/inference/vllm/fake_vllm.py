@@ -23,7 +23,8 @@ CONTRACT = ModelContract(vocab_size=50, moe_layers=(1, 3), num_experts=8, expert
 
 
 class FakeVllm:
-    """`script` may hold functions that get the answer (a dict) and return what is sent instead (a dict or a Response), one a request."""
+    """`script` may hold functions that get the answer (a dict) and return what is sent instead (a dict or a Response), one a
+    request."""
 
     def __init__(self, *, keep_set_source: str = "processed_logprobs", num_tokens: int = 6, seed: int = 0):
         self.source, self.num_tokens, self.rng = keep_set_source, num_tokens, np.random.default_rng(seed)
@@ -47,8 +48,8 @@ class FakeVllm:
         routes = np.argsort(rng.random((rows, NUM_LAYERS, CONTRACT.num_experts)), axis=-1)[..., :3].astype(np.uint8)
         routes[:, [0, 2]] = 0  # dense layers
         return {
-            "token_ids": [int(s[d]) for s, d in zip(sets, drawn)],
-            "logprobs": [float(np.log(p[d])) for p, d in zip(probabilities, drawn)],
+            "token_ids": [int(s[d]) for s, d in zip(sets, drawn, strict=True)],
+            "logprobs": [float(np.log(p[d])) for p, d in zip(probabilities, drawn, strict=True)],
             "sets": [[int(i) for i in s] for s in sets],
             "set_logprobs": [np.log(p) for p in probabilities],
             "routes": routes,
@@ -62,7 +63,9 @@ class FakeVllm:
         np.save(buffer, truth["routes"])
         content = []
         for t, token in enumerate(truth["token_ids"]):
-            top = sorted(zip(truth["set_logprobs"][t].tolist(), truth["sets"][t]), key=lambda e: (e[1] != token, -e[0]))
+            top = sorted(
+                zip(truth["set_logprobs"][t].tolist(), truth["sets"][t], strict=True), key=lambda e: (e[1] != token, -e[0])
+            )
             outside = [i for i in range(CONTRACT.vocab_size) if i not in truth["sets"][t]]
             top += [(-9999.0, i) for i in outside]
             entries = [{"token": f"token_id:{i}", "logprob": p, "bytes": None} for p, i in top[: max(wanted, 1)]]
@@ -102,8 +105,8 @@ class FakeVllm:
 
 
 class _SharedServer:
-    """One uvicorn in a thread for all fakes of a test session; each lies under a path of its own. Starting one a test takes longer than
-    the test."""
+    """One uvicorn in a thread for all fakes of a test session; each lies under a path of its own. Starting one a test takes
+    longer than the test."""
 
     def __init__(self) -> None:
         self.routes: list[Mount] = []

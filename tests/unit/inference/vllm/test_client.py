@@ -40,9 +40,15 @@ def as_rollout(completion: Completion, sampling: Sampling, prompt=(3, 1, 4)) -> 
     count = len(completion.token_ids)
     parts = {name: getattr(completion, name) for name in ("logprobs", "keep_sets", "routed_experts", "policy_versions")}
     return Rollout(
-        uid="a", prompt_ids=np.array(prompt, dtype=np.int32), completion_ids=completion.token_ids, loss_mask=np.ones(count, dtype=bool),
-        sampling=sampling, finish_reason=completion.finish_reason, reward=0.0, **parts,
-    )  # fmt: skip
+        uid="a",
+        prompt_ids=np.array(prompt, dtype=np.int32),
+        completion_ids=completion.token_ids,
+        loss_mask=np.ones(count, dtype=bool),
+        sampling=sampling,
+        finish_reason=completion.finish_reason,
+        reward=0.0,
+        **parts,
+    )
 
 
 @pytest.mark.parametrize("source", ["processed_logprobs", "native"])

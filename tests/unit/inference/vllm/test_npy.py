@@ -25,10 +25,15 @@ def test_what_numpy_writes_is_read(dtype, shape):
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"\x93NUMPY\x01\x00", b"not numpy at all", npy(np.zeros((2, 3), dtype=np.float32)), npy(np.asfortranarray(np.ones((2, 3), dtype=np.uint8))),
-        npy(np.arange(6, dtype=np.uint8))[:-1], npy(np.array([{"a": 1}], dtype=object)),
+        b"",
+        b"\x93NUMPY\x01\x00",
+        b"not numpy at all",
+        npy(np.zeros((2, 3), dtype=np.float32)),
+        npy(np.asfortranarray(np.ones((2, 3), dtype=np.uint8))),
+        npy(np.arange(6, dtype=np.uint8))[:-1],
+        npy(np.array([{"a": 1}], dtype=object)),
     ],
-)  # fmt: skip
+)
 def test_anything_else_is_refused(data):
     with pytest.raises(ValueError):
         read_npy(data)

@@ -22,11 +22,21 @@ def test_cpu_server():
     argv, env = server_command(ServerSettings("/models/tiny", "127.0.0.1", 8123, **CPU))
     assert argv[:3] == [sys.executable, "-m", "megatron_rl.inference.vllm.plugin.serve"]
     expected = {
-        "--model": "/models/tiny", "--host": "127.0.0.1", "--port": "8123", "--dtype": "float32", "--seed": "7",
-        "--load-format": "dummy", "--max-model-len": "512", "--max-num-seqs": "16", "--max-logprobs": "40",
-        "--logprobs-mode": "processed_logprobs", "--kv-cache-memory-bytes": str(1 << 29), "--generation-config": "vllm",
-        "--weight-transfer-config": '{"backend": "gloo"}', "--worker-cls": "megatron_rl.inference.vllm.plugin.worker.RolloutCpuWorker",
-    }  # fmt: skip
+        "--model": "/models/tiny",
+        "--host": "127.0.0.1",
+        "--port": "8123",
+        "--dtype": "float32",
+        "--seed": "7",
+        "--load-format": "dummy",
+        "--max-model-len": "512",
+        "--max-num-seqs": "16",
+        "--max-logprobs": "40",
+        "--logprobs-mode": "processed_logprobs",
+        "--kv-cache-memory-bytes": str(1 << 29),
+        "--generation-config": "vllm",
+        "--weight-transfer-config": '{"backend": "gloo"}',
+        "--worker-cls": "megatron_rl.inference.vllm.plugin.worker.RolloutCpuWorker",
+    }
     assert {name: option(argv, name) for name in expected} == expected
     assert {"--enable-return-routed-experts", "--enable-scale-out", "--skip-tokenizer-init", "--enforce-eager"} <= set(argv)
     assert "--return-sampling-mask" not in argv and "--gpu-memory-utilization" not in argv
