@@ -2,7 +2,7 @@
 # The main job on this machine: sets everything up, then trains a tiny MoE by asynchronous RL. About 15 minutes on two cores.
 #
 #   bash scripts/demo.sh
-#   bash scripts/demo.sh --resume                          # go on where Ctrl-C stopped it
+#   bash scripts/demo.sh --resume                          # resume after Ctrl-C
 #   bash scripts/demo.sh --section.key value               # any setting of the config
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

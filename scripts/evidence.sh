@@ -30,14 +30,14 @@ while (($#)); do
             (($# > 1)) || { echo "evidence: $1 needs a value" >&2; exit 2; }
             printf -v "${1#--}" %s "$2"; shift 2 ;;
         -h | --help) usage; exit 0 ;;
-        *) echo "evidence: $1 is no option; bash scripts/evidence.sh --help" >&2; exit 2 ;;
+        *) echo "evidence: unknown option $1; see bash scripts/evidence.sh --help" >&2; exit 2 ;;
     esac
 done
 [[ $arms =~ ^[a-h](,[a-h])*$ ]] || { echo "evidence: --arms $arms: letters from a to h, with commas between" >&2; exit 2; }
 [[ $seeds =~ ^[0-9]{1,9}(,[0-9]{1,9})*$ ]] || { echo "evidence: --seeds $seeds: numbers, with commas between" >&2; exit 2; }
 for option in arms seeds; do
     twice=$(tr , '\n' <<<"${!option}" | sort | uniq -d)
-    [[ -z $twice ]] || { echo "evidence: --$option ${!option}: $twice is there twice" >&2; exit 2; }
+    [[ -z $twice ]] || { echo "evidence: --$option ${!option}: $twice is given twice" >&2; exit 2; }
 done
 [[ $steps =~ ^[1-9][0-9]{0,6}$ ]] || { echo "evidence: --steps $steps: a whole number above 0" >&2; exit 2; }
 [[ $jobs =~ ^[1-9][0-9]{0,2}$ ]] || { echo "evidence: --jobs $jobs: a whole number above 0" >&2; exit 2; }
@@ -62,8 +62,8 @@ overrides_of() {
 steps_done() { sed -n 's/.*"steps": \([0-9]*\).*/\1/p' "$folder/$1/summary.json" 2>/dev/null || true; }
 finished() { [[ $(steps_done "$1") -ge $2 ]]; }
 
-# train NAME STEPS OVERRIDES...: begins the run, or goes on with it where it was interrupted. Its output goes to FOLDER/NAME.log. In a session
-# of its own: Ctrl-C reaches this script alone, which tells the runs once; a run that is told twice stops without saving.
+# train NAME STEPS OVERRIDES...: starts the run, or resumes it where it was interrupted. Its output goes to FOLDER/NAME.log. It gets its own
+# session: Ctrl-C reaches this script alone, which signals each run once; a run that is signalled twice stops without saving.
 train() {
     local name=$1 last=$2 from=$config resume=()
     shift 2
@@ -75,15 +75,15 @@ declare -A running=() # process id -> name
 stop() {
     kill -TERM "${!running[@]}" 2>/dev/null || true
     wait
-    echo "evidence: stopped; the same command goes on from here"
+    echo "evidence: stopped; the same command resumes the runs"
     exit 130
 }
 trap stop INT TERM HUP
 
-# Runs are resumed with the configuration that they began with; those of another experiment must not stand in the same table.
+# Runs are resumed with the configuration that they started with; those of another experiment must not stand in the same table.
 mkdir -p "$folder"
 if [[ -f $folder/experiment.toml ]]; then
-    cmp -s "$config" "$folder/experiment.toml" || { echo "evidence: $folder was begun with another $config (its experiment.toml); give another --folder" >&2; exit 2; }
+    cmp -s "$config" "$folder/experiment.toml" || { echo "evidence: $folder was started with another version of $config (its experiment.toml); give another --folder" >&2; exit 2; }
 elif [[ -d $folder/start ]]; then
     echo "evidence: $folder holds runs of an earlier experiment; give another --folder" >&2; exit 2
 else
@@ -95,7 +95,7 @@ if ! finished start 1; then
     echo "evidence: the starting policy, about two minutes"
     train start 1 &
     running[$!]=start
-    wait $! || { tail -n 15 "$folder/start.log" >&2; echo "evidence: no starting policy; the whole log: $folder/start.log" >&2; exit 1; }
+    wait $! || { tail -n 15 "$folder/start.log" >&2; echo "evidence: the starting policy could not be trained; the log: $folder/start.log" >&2; exit 1; }
     running=()
 fi
 
@@ -103,7 +103,7 @@ names=()
 for seed in ${seeds//,/ }; do for arm in ${arms//,/ }; do names+=("$arm-seed$seed"); done; done
 left=()
 for name in "${names[@]}"; do finished "$name" "$steps" || left+=("$name"); done
-echo "evidence: ${#left[@]} of ${#names[@]} runs to do, about $(( ${#left[@]} * 2 * steps / jobs / 60 )) minutes at 2 s a step, as seen with two runs on two cores and nothing beside them"
+echo "evidence: ${#left[@]} of ${#names[@]} runs to do, about $(( ${#left[@]} * 2 * steps / jobs / 60 )) minutes at 2 s a step, as measured with two runs at a time on two idle cores"
 
 done_here=0
 await_one() {

@@ -36,7 +36,7 @@ def finished_rows(folder: Path, steps: int) -> list[Row] | None:
 def some_arms(text: str) -> list[str]:
     arms = text.split(",")
     if unknown := [arm for arm in arms if arm not in ARMS]:
-        raise argparse.ArgumentTypeError(f"no arm is called {', '.join(map(repr, unknown))}; there are {', '.join(ARMS)}")
+        raise argparse.ArgumentTypeError(f"unknown arm {', '.join(map(repr, unknown))}; there are {', '.join(ARMS)}")
     return arms
 
 

@@ -1,4 +1,4 @@
-"""What a large run costs the processes beside the GPUs: `python scripts/simulate_scale.py [--servers 2048] [--json FILE]`.
+"""What a large run costs the processes that use no GPU: `python scripts/simulate_scale.py [--servers 2048] [--json FILE]`.
 
 Three measurements on this machine's cores, each of the project's own code:
 
