@@ -1,6 +1,6 @@
 """The contract between a run and its inference engine, in plain words. vLLM (`inference/vllm/`) is its one implementation.
 
-What a run does with an engine, and which part of the contract it uses:
+Which process of a run uses which part:
 
     orchestrator   starts the servers, asks for their health           server_command, cluster_environment, check_health
     worker         samples completions                                 sampling_client -> SamplingClient
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from megatron_rl.weight_mapping import ModelArchitecture
 
 KeepSetSource = Literal["native", "processed_logprobs"]
-"""How keep-sets are read from an answer. native: the engine returns the ids that survived truncation. processed_logprobs: they are the
-tokens with a finite log-prob among the top ones of the truncated distribution."""
+"""How keep-sets are read from an answer. native: the engine returns the ids that survived truncation. processed_logprobs: they
+are the tokens with a finite log-prob among the top ones of the truncated distribution."""
 
 WeightTransport = Literal["gloo", "nccl"]
 """How weights travel from trainer rank 0 to the servers."""
@@ -37,7 +37,7 @@ class ServerSettings:
     """What a run asks of one inference server, in no engine's words."""
 
     model_folder: str
-    """Hugging Face folder; with load_format "dummy" only its config.json is read, and the first weight update brings the weights."""
+    """Hugging Face folder. With load_format "dummy" only its config.json is read; the first weight update brings the weights."""
     host: str
     """The one address that the server listens on."""
     port: int
@@ -52,7 +52,7 @@ class ServerSettings:
     """Size of the widest keep-set that `processed_logprobs` has to carry."""
     weight_transport: WeightTransport
     key: str = field(repr=False)
-    """The run's, without which the server answers nothing but a health check. It travels in the environment, where others cannot read it."""
+    """The run's. Without it the server answers nothing but a health check. It travels in the environment, which is private."""
     seed: int
     """Must differ between the servers of a run and between the starts of one server, or they sample equal tokens."""
     tensor_parallel_size: int = 1
@@ -84,8 +84,8 @@ class SamplingClient(Protocol):
             stop_token_ids: The completion ends with the first of these, which is part of it.
 
         Returns:
-            The tokens with log-probs, keep-sets, routes and policy versions: each token's version is that of the weights that sampled
-            it, also where the weights changed within the completion.
+            The tokens with log-probs, keep-sets, routes and policy versions. Each token's version is that of the weights that
+            sampled it, also where the weights changed within the completion.
 
         Raises:
             ServerError: The server has exited, hangs or answers with an error.

@@ -12,7 +12,7 @@ class ServerError(RunError):
         answer: What came back, or why nothing did.
     """
 
-    def __init__(self, server: str, asked: str, answer: str):
+    def __init__(self, server: str, asked: str, answer: str) -> None:
         self.server, self.asked, self.answer = server, asked, answer
         super().__init__(f"{server}: {asked}: {answer}")
 

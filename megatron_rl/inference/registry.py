@@ -21,7 +21,7 @@ def engine_of(config: Config) -> InferenceEngine:
     """The run's inference engine.
 
     Raises:
-        UnsupportedByEngineError: Nobody has registered `servers.engine`, or it lacks the run's keep-set source or weight transport.
+        UnsupportedByEngineError: `servers.engine` is not registered, or lacks the run's keep-set source or weight transport.
     """
     make = ENGINES.get(config.servers.engine)
     if make is None:

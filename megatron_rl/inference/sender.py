@@ -1,4 +1,4 @@
-"""A weight update's contract: the tensors (`WeightSource`), the transport (`WeightSender`), the calls to one server (`ServerControl`).
+"""The contract of a weight update: tensors (`WeightSource`), transport (`WeightSender`), calls to a server (`ServerControl`).
 
 `weight_sync.update_servers` says in which order they are used.
 """
@@ -54,7 +54,7 @@ class ServerControl(Protocol):
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix. An engine that keeps some of them must raise: a later prompt would hit old keys and values."""
+        """Forget every cached prefix. Must raise where some of them stay: a later prompt would hit old keys and values."""
         ...
 
     def resume(self) -> None:

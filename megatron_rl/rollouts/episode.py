@@ -6,7 +6,7 @@
     routes    | --- those of turn 1's request --|--- turn 2's request -----| (all but the very last token)
 
 Each turn's request has the whole sequence so far as its prompt, and its routes cover it. A row is taken from the first request
-that has it: these experts are the ones behind the recorded log-probs, also where the weights have changed since.
+that has it: the recorded log-probs were computed with these experts, also where the weights have changed since.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,19 +21,27 @@ from megatron_rl.inference.errors import PromptError
 from megatron_rl.records import RaggedIds, Rollout, Sampling
 
 Reply = Callable[[list[dict[str, str]]], Awaitable[str | None]]
-"""What the environment says after the turns so far ({role, content}, the prompt first); None ends the episode."""
+"""The environment's answer to the turns so far ({role, content}, the prompt first); None ends the episode."""
 
 
 class Codec(Protocol):
-    def continuation(self, text: str) -> tuple[int, ...]: ...
+    """Text to tokens and back, as `tasks.TextEncoder` does it."""
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def continuation(self, text: str) -> tuple[int, ...]:
+        """Token ids of an environment's answer, as it follows a turn of the policy."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a turn."""
+        ...
 
 
 @dataclass(frozen=True)
 class EpisodeRules:
+    """What holds for all episodes of a run."""
+
     sampling: Sampling
-    """max_new_tokens: of one turn."""
+    """Its max_new_tokens is that of one turn."""
     stop_token_ids: tuple[int, ...]
     max_sequence_length: int
     max_turns: int = 1
@@ -102,10 +110,27 @@ async def run_episode(
     rules: EpisodeRules,
     reply: Reply | None = None,
 ) -> Rollout:
-    """Sample an episode; its reward is still 0. reply: None for a single turn.
+    """Sample an episode.
 
-    An episode ends when the environment has nothing to say, after max_turns, or when another turn has no room in
-    max_sequence_length (finish reason 'length'). Raises PromptError for a prompt that leaves no room for max_new_tokens.
+    It ends when the environment does not answer, after max_turns, or when another turn does not fit into max_sequence_length
+    (finish reason 'length').
+
+    Args:
+        uid: The rollout's; `uid.0`, `uid.1`, ... are the ids of its requests.
+        prompt: Text, for the environment.
+        prompt_ids: Token ids, [num_prompt_tokens].
+        policy: The server that samples.
+        codec: Text to tokens and back.
+        rules: The run's.
+        reply: The environment; None for a single turn.
+
+    Returns:
+        The record, with reward 0.
+
+    Raises:
+        PromptError: The prompt is empty, or leaves no room for max_new_tokens.
+        ServerError: The server failed.
+        ContractError: An answer is not a complete record.
     """
     sequence = _Sequence(np.array(prompt_ids, dtype=np.int32))
     _check_room(len(prompt_ids), rules)
@@ -120,7 +145,7 @@ async def run_episode(
         if pending:
             sequence.add_reply(pending, int(completion.policy_versions[0]))
         sequence.add_turn(completion)
-        turns.append({"role": "assistant", "content": codec.decode(completion.token_ids)})
+        turns.append({"role": "assistant", "content": codec.decode(completion.token_ids.tolist())})
         answer = await reply(turns) if reply and turn + 1 < rules.max_turns else None
         if answer is None:
             break
@@ -135,6 +160,6 @@ def _check_room(num_prompt_tokens: int, rules: EpisodeRules) -> None:
         raise PromptError("the prompt is empty; a prompt has at least one token")
     if num_prompt_tokens + wanted > rules.max_sequence_length:
         raise PromptError(
-            f"the prompt has {num_prompt_tokens} tokens, which with rollouts.max_new_tokens = {wanted} is beyond "
+            f"the prompt has {num_prompt_tokens} tokens, which with rollouts.max_new_tokens = {wanted} exceeds "
             f"model.max_sequence_length = {rules.max_sequence_length}; raise it, or leave such prompts out"
         )

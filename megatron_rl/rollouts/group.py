@@ -1,4 +1,4 @@
-"""One group: a prompt sampled several times, scored, checked, written into the spool, and summed up for the orchestrator."""
+"""One group: a prompt sampled several times, scored, checked, written into the spool, and summarised for the orchestrator."""
 
 import asyncio
 import time
@@ -28,8 +28,14 @@ from megatron_rl.tasks import RewardError, Task, TaskError, TextEncoder
 
 T = TypeVar("T")
 
-_FAILURES = {ContractError: "contract", RewardError: "reward", ServerError: "server", PromptError: "prompt", TaskError: "prompt"}
-"""What may befall a group without harm to the worker; anything else is a fault of this program and ends it."""
+_FAILURES: dict[type[Exception], str] = {
+    ContractError: "contract",
+    RewardError: "reward",
+    ServerError: "server",
+    PromptError: "prompt",
+    TaskError: "prompt",
+}
+"""Errors that fail one group only; any other error is a bug of this program and ends the worker."""
 
 
 class GroupSampler:
@@ -54,7 +60,7 @@ class GroupSampler:
         text: TextEncoder,
         spool: Path,
         key: str,
-    ):
+    ) -> None:
         r = config.rollouts
         self._engine = engine
         self._config, self._contract, self._task, self._text, self._spool = config, contract, task, text, spool
@@ -64,7 +70,11 @@ class GroupSampler:
         self._clients: dict[str, SamplingClient] = {}
 
     async def sample(self, group: GroupTask) -> GroupResult:
-        """Never raises for what _FAILURES names: the result says how the group failed, and how long its rollouts were, if any."""
+        """Sample and score one group.
+
+        Returns:
+            Its summary; where an error of _FAILURES occurred, the kind of failure and the lengths of the rollouts, if any.
+        """
         started = time.monotonic()
         result = GroupResult(uid=group.uid, prompt_index=group.prompt_index, attempt=group.attempt, server=group.server)
         rollouts: list[Rollout] = []
@@ -83,6 +93,7 @@ class GroupSampler:
         return replace(result, rollouts=summaries, seconds=time.monotonic() - started)
 
     async def close(self) -> None:
+        """Close the clients of all servers."""
         for client in self._clients.values():
             await client.close()
 
@@ -103,7 +114,7 @@ class GroupSampler:
 
     async def _scored(self, group: GroupTask, rollouts: Sequence[Rollout]) -> list[Rollout]:
         def score_all() -> list[float]:
-            return [self._task.score(group.prompt_index, self._text.decode(r.completion_ids)) for r in rollouts]
+            return [self._task.score(group.prompt_index, self._text.decode(r.completion_ids.tolist())) for r in rollouts]
 
         rewards = await in_daemon_thread(score_all, self._config.task.timeout_s, "the reward")
         return [replace(rollout, reward=reward) for rollout, reward in zip(rollouts, rewards, strict=True)]
@@ -124,14 +135,21 @@ class GroupSampler:
         return {
             "uid": rollout.uid,
             "prompt": self._task.prompt(group.prompt_index),
-            "completion": self._text.decode(rollout.completion_ids),
+            "completion": self._text.decode(rollout.completion_ids.tolist()),
             "reward": rollout.reward,
             "finish_reason": rollout.finish_reason,
         }
 
 
 def summary_of(rollout: Rollout, file: str, index: int, contract: ModelContract) -> RolloutSummary:
-    """file: "" for a rollout that is not kept."""
+    """What the orchestrator learns of a rollout.
+
+    Args:
+        rollout: The record.
+        file: Of its payload, relative to the spool; "" for a rollout that is not kept.
+        index: Its place in the file.
+        contract: What the records of the model look like.
+    """
     versions = rollout.policy_versions[rollout.loss_mask]
     return RolloutSummary(
         uid=rollout.uid,
@@ -152,7 +170,7 @@ def summary_of(rollout: Rollout, file: str, index: int, contract: ModelContract)
 
 
 async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order; at the first error the rest is cancelled, so that no request goes on for a group that is lost."""
+    """The results in order. The first error cancels the rest, so that no request continues for a group that has failed."""
     tasks = [asyncio.ensure_future(w) for w in work]
     try:
         return await asyncio.gather(*tasks)
@@ -163,9 +181,16 @@ async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def in_daemon_thread(function: Callable[[], T], timeout_s: float, what: str) -> T:
-    """Run a user's function beside the event loop. A daemon thread, because one that hangs must not keep the process alive.
+    """Run a user's function next to the event loop. A daemon thread, because one that hangs must not keep the process alive.
 
-    Raises what the function raises, and RewardError after timeout_s.
+    Args:
+        function: A reward or an environment.
+        timeout_s: The function's; after it the thread is left alone.
+        what: Names the function in errors.
+
+    Raises:
+        RewardError: It took longer, or ended its thread (sys.exit).
+        Exception: Whatever the function raises.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -176,13 +201,13 @@ async def in_daemon_thread(function: Callable[[], T], timeout_s: float, what: st
 
     def body() -> None:
         try:
-            outcome = (future.set_result, function())
-        except Exception as error:  # noqa: BLE001 - handed to whoever waits for the result
-            outcome = (future.set_exception, error)
-        except BaseException as error:  # noqa: BLE001 - sys.exit() and its like would end this thread alone, and nobody would hear of it
-            outcome = (future.set_exception, RewardError(f"{what} ended with {type(error).__name__}: {error}"))
-        if not loop.is_closed():  # it may be, after a function that came back long after its time
-            loop.call_soon_threadsafe(settle, *outcome)
+            settled: tuple[Callable[[Any], None], Any] = (future.set_result, function())
+        except Exception as error:  # noqa: BLE001 - raised again where the result is awaited
+            settled = (future.set_exception, error)
+        except BaseException as error:  # noqa: BLE001 - sys.exit() would end this thread alone, unnoticed
+            settled = (future.set_exception, RewardError(f"{what} ended with {type(error).__name__}: {error}"))
+        if not loop.is_closed():  # it may be closed when a function returns long after its time
+            loop.call_soon_threadsafe(settle, *settled)
 
     Thread(target=body, daemon=True, name=what).start()
     try:

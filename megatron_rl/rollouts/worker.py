@@ -5,8 +5,8 @@
           └───────────────────────GroupReport────────────────────────┘
 
 run() asks for as many groups as it has free slots and waits in the request until there are some; each group ends with its report.
-It ends when an order says stop (groups in flight are cancelled, and with them their requests), and with an error when the
-orchestrator has not answered for a long time. The run's key comes in the environment variable MEGATRON_RL_KEY.
+It ends when an order says stop (groups in flight and their requests are cancelled), and with an error when the orchestrator has
+not answered for PATIENCE_S. The run's key comes in the environment variable MEGATRON_RL_KEY.
 """
 
 import argparse
@@ -37,13 +37,26 @@ PATIENCE_S = 30.0
 
 
 class Worker:
-    def __init__(self, name: str, sampler: GroupSampler, orchestrator: AsyncControlClient):
+    """Samples the groups that the orchestrator assigns.
+
+    Args:
+        name: In reports and logs.
+        sampler: Samples one group.
+        orchestrator: The client of the control server.
+    """
+
+    def __init__(self, name: str, sampler: GroupSampler, orchestrator: AsyncControlClient) -> None:
         self._name, self._sampler, self._orchestrator = name, sampler, orchestrator
         self._host = own_address(orchestrator.url)
         self._groups: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until told to stop. Raises OrchestratorGoneError, and whatever a group raised that is not a known failure."""
+        """Sample until an order says stop.
+
+        Raises:
+            OrchestratorGoneError: The orchestrator does not answer.
+            Exception: An unexpected error of a group.
+        """
         try:
             while True:
                 await self._wait_for_a_slot()
@@ -59,7 +72,7 @@ class Worker:
             await asyncio.gather(*self._groups, return_exceptions=True)
 
     async def _wait_for_a_slot(self) -> None:
-        """Also takes leave of the groups that have ended; an unexpected error of one of them surfaces here."""
+        """Also removes the groups that have ended; an unexpected error of one of them is raised here."""
         if len(self._groups) >= MAX_GROUPS:
             await asyncio.wait(self._groups, return_when=asyncio.FIRST_COMPLETED)
         ended = {task for task in self._groups if task.done()}
@@ -75,6 +88,14 @@ class Worker:
 
 
 async def work(folder: RunFolder, orchestrator: str, key: str, name: str) -> None:
+    """Work for one run until the orchestrator says stop.
+
+    Args:
+        folder: The run's.
+        orchestrator: URL of its control server.
+        key: The run's.
+        name: The worker's.
+    """
     config = folder.config()
     text = TextEncoder(folder.model, config.task)
     contract = read_model_contract(folder.model_contract).limited_to(text.num_tokens)
@@ -90,6 +111,7 @@ async def work(folder: RunFolder, orchestrator: str, key: str, name: str) -> Non
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The process; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.rollouts.worker", description="Samples groups for one run.")
     parser.add_argument("run_dir", type=Path, help="the run's folder, with its config.toml")
     parser.add_argument("--orchestrator", required=True, metavar="URL")

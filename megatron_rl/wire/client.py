@@ -1,8 +1,8 @@
 """The clients of the orchestrator's control server: a blocking one for the trainer, an asynchronous one for workers and agents.
 
-Both follow one rule. A message is sent again while the orchestrator cannot be reached or answers with a server error (5xx), for at
-most `patience_s` from its first attempt. Any other status means that the orchestrator is there and refuses: no later attempt will
-fare better. Either way it ends in OrchestratorGoneError. So a message may arrive twice, and the orchestrator's handlers take that.
+Both follow one rule. A message is sent again while the orchestrator cannot be reached or answers with a server error (5xx), for
+at most `patience_s` from its first attempt. Any other status means that the orchestrator is there and refuses: no later attempt
+would succeed. Both end in OrchestratorGoneError. A message may therefore arrive twice; the orchestrator's handlers allow it.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class ControlClient:
         retry_s: Pause between two attempts.
     """
 
-    def __init__(self, url: str, key: str, *, patience_s: float = 60.0, retry_s: float = 0.5):
+    def __init__(self, url: str, key: str, *, patience_s: float = 60.0, retry_s: float = 0.5) -> None:
         self.url, self.key, self.patience_s = url, key, patience_s
         self._retry_s = retry_s
         self._http = httpx.Client(base_url=url, headers=with_key(key) | _JSON, timeout=_TIMEOUT, trust_env=False)
@@ -70,7 +70,7 @@ class ControlClient:
 class AsyncControlClient:
     """`ControlClient` for an event loop; several messages may be on their way at once."""
 
-    def __init__(self, url: str, key: str, *, patience_s: float = 60.0, retry_s: float = 0.5):
+    def __init__(self, url: str, key: str, *, patience_s: float = 60.0, retry_s: float = 0.5) -> None:
         self.url, self.key, self.patience_s = url, key, patience_s
         self._retry_s = retry_s
         self._http = httpx.AsyncClient(base_url=url, headers=with_key(key) | _JSON, timeout=_TIMEOUT, trust_env=False)
@@ -95,7 +95,11 @@ class AsyncControlClient:
 
 
 def own_address(orchestrator: str) -> str:
-    """This machine's address in the run: on a cluster the one that its agent found, else that on the way to the orchestrator's URL."""
+    """This machine's address in the run: on a cluster the one that its agent found, else that on the route to the orchestrator.
+
+    Args:
+        orchestrator: Its URL.
+    """
     url = httpx.URL(orchestrator)
     return os.environ.get(ADDRESS_VARIABLE) or address_towards(url.host, url.port or 80)
 
@@ -103,7 +107,7 @@ def own_address(orchestrator: str) -> str:
 class _Attempts:
     """One message's attempts: decides whether there is another one."""
 
-    def __init__(self, target: str, patience_s: float):
+    def __init__(self, target: str, patience_s: float) -> None:
         self._target, self._patience_s = target, patience_s
         self._deadline = time.monotonic() + patience_s
 
@@ -121,5 +125,6 @@ class _Attempts:
         """Return if there is time for another attempt. Raises OrchestratorGoneError."""
         if time.monotonic() > self._deadline:
             raise OrchestratorGoneError(
-                f"{self._target}: no answer for {self._patience_s:g} s, the last time: {fault}. The end of the orchestrator's output says why"
+                f"{self._target}: no answer for {self._patience_s:g} s, the last time: {fault}. "
+                "The end of the orchestrator's output says why"
             )

@@ -1,10 +1,10 @@
 """The messages between the orchestrator and the agents of a cluster's nodes, one agent a node.
 
     agent   POST /node         NodeRequest  -> NodeOrders    joins with the first one; waits (at most `wait_s`) for further orders
-    agent   POST /node/ended   ProcessEnded -> Ack           a process that it started is no more
+    agent   POST /node/ended   ProcessEnded -> Ack           a process that the agent started has exited
 
-Orders of a node are numbered by their place in its list. An agent says how many it has carried out and gets those that follow, so an
-answer that is lost on its way is given again, and no order is carried out twice.
+Orders of a node are numbered by their place in its list. An agent reports how many it has carried out and gets those that follow.
+So an answer that is lost on its way is given again, and no order is carried out twice.
 """
 
 import os
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 ROLES = ("trainer", "rollouts")
 
 ADDRESS_VARIABLE = "MEGATRON_RL_ADDRESS"
-"""In the environment of every process that an agent starts: the address of its node, under which the run's other nodes reach it."""
+"""In the environment of every process that an agent starts: its node's address, by which the run's other nodes reach it."""
 
 
 def job_attempt() -> str:
@@ -34,16 +34,19 @@ class OrchestratorPlace:
 
 @dataclass(frozen=True)
 class NodeRequest:
+    """An agent joins, or asks for further orders."""
+
     role: str
+    """One of ROLES."""
     index: int
     """Number of the node among those of its role."""
     host: str
     address: str
-    """Under which the other nodes of the run reach this one."""
+    """By which the other nodes of the run reach this one."""
     devices: tuple[str, ...]
     """What CUDA_VISIBLE_DEVICES may name on this node."""
     free_ports: tuple[int, ...]
-    """Of `address`, now."""
+    """Ports of `address` that are free now."""
     num_done: int
     """Orders carried out."""
     wait_s: float = 10.0
@@ -51,26 +54,31 @@ class NodeRequest:
 
 @dataclass(frozen=True)
 class StartOrder:
+    """Start a process."""
+
     process: str
-    """The orchestrator's name for the process; another one at each start."""
+    """The orchestrator's name for the process; a new one at each start."""
     name: str
     argv: tuple[str, ...]
     log_file: str
     stop_signal: int
-    """As Command has it."""
+    """As in `processes.Command`."""
     env: dict[str, str] = field(default_factory=dict, repr=False)  # holds the run's key
 
 
 @dataclass(frozen=True)
 class StopOrder:
-    """kill: at once, with all that it started; else it is asked to end."""
+    """Stop a process."""
 
     process: str
     kill: bool
+    """True: at once, with all that it started. False: it is asked to end."""
 
 
 @dataclass(frozen=True)
 class NodeOrders:
+    """What an agent does next."""
+
     orders: tuple[StartOrder | StopOrder, ...] = ()
     """In the order in which they were given; carried out after `num_done` earlier ones."""
     leave: bool = False
@@ -79,6 +87,8 @@ class NodeOrders:
 
 @dataclass(frozen=True)
 class ProcessEnded:
+    """A process of a node has exited."""
+
     process: str
     status: int
     """As of subprocess: negative for a signal."""

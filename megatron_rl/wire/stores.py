@@ -1,6 +1,6 @@
-"""torch.distributed's stores, each listening on the one address that its clients are told."""
+"""torch.distributed's stores, each listening on the one address that its clients are given."""
 
-# Annotations stay text: torch is loaded by the functions that need it.
+# Annotations stay text: the functions that need torch load it.
 from __future__ import annotations
 
 import socket
@@ -12,11 +12,15 @@ if TYPE_CHECKING:
 
 
 def serve_store(host: str, timeout_s: float, listener: socket.socket | None = None) -> dist.TCPStore:
-    """A store of this process, listening on `host` only, at a free port (`.port`). timeout_s: of every wait for a key. listener: a
-    socket that listens there already; it becomes the store's.
+    """A store of this process, listening on `host` only, at a free port (`.port`).
 
-    torch binds a store to every interface of the machine, and at a port that has to be chosen before. Whoever reaches a store can
-    take part in the rendezvous, so the socket is bound here, to the one address that the others are told, and is never let go.
+    torch binds a store to every interface of the machine, at a port that has to be chosen before. Whoever reaches a store can
+    take part in the rendezvous, so the socket is bound here, to the one address that the others are given, and is never released.
+
+    Args:
+        host: The address to listen on.
+        timeout_s: Of every wait for a key.
+        listener: A socket that already listens there; it becomes the store's.
     """
     import torch.distributed as dist
 

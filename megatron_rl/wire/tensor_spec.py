@@ -59,6 +59,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
+        """Of all its elements."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     @property

@@ -1,7 +1,7 @@
 """What sender and receiver of a weight update must agree on: bucket layout, checksum, and the Gloo group that carries them.
 
 One update is a sequence of buckets. A bucket is one flat byte buffer, sent by one broadcast: its tensors one after another, each
-at an aligned offset, and behind them one 64-bit checksum per tensor. Both sides derive the buckets from the same list of
+at an aligned offset, followed by one 64-bit checksum per tensor. Both sides derive the buckets from the same list of
 `TensorSpec`, so the wire carries no headers, and many small tensors cost one round trip.
 
 torch is imported inside the functions that need it: the orchestrator imports this package without torch.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from megatron_rl.errors import RunError
 from megatron_rl.wire.stores import address_towards, join_store
 from megatron_rl.wire.tensor_spec import TensorSpec, dtype_name
 
@@ -37,7 +38,7 @@ _MULTIPLIER = 0xFF51AFD7ED558CCD - (1 << 64)
 
 @dataclass(frozen=True)
 class Bucket:
-    """The layout of one broadcast: tensor i lies at byte `offsets[i]`, its checksum (int64) at `checksums_offset + 8 * i`."""
+    """The contents of one broadcast: tensor i starts at byte `offsets[i]`, its checksum (int64) at `checksums_offset + 8 * i`."""
 
     specs: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
@@ -45,10 +46,10 @@ class Bucket:
     num_bytes: int
 
 
-class ChecksumError(ValueError):
+class ChecksumError(RunError):
     """Tensors whose bytes are not those that were sent; `names` lists them."""
 
-    def __init__(self, names: Sequence[str]):
+    def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         super().__init__(f"checksum mismatch in {list(names)}: the bytes received are not the bytes sent; send the update again")
 
@@ -56,8 +57,11 @@ class ChecksumError(ValueError):
 def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucket]:
     """Cut the tensors, in order, into buckets of at most `bucket_bytes` of tensor data; a larger tensor gets its own bucket.
 
-    Every tensor is in exactly one bucket. A name that occurs twice is refused: vLLM counts the elements that it has loaded, so a
-    repeated tensor would hide a missing one.
+    Every tensor is in exactly one bucket.
+
+    Raises:
+        ValueError: A name occurs twice (vLLM counts the elements that it has loaded, so it would hide a missing tensor),
+            or bucket_bytes is not positive.
     """
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be positive")
@@ -74,10 +78,10 @@ def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucket]
             filled = 0
         groups[-1].append(spec)
         filled += size
-    return [_lay_out(tuple(group)) for group in groups]
+    return [_bucket_of(tuple(group)) for group in groups]
 
 
-def _lay_out(specs: tuple[TensorSpec, ...]) -> Bucket:
+def _bucket_of(specs: tuple[TensorSpec, ...]) -> Bucket:
     offsets, end = [], 0
     for spec in specs:
         offsets.append(end)
@@ -130,7 +134,16 @@ def _signed(value: int) -> int:
 
 
 def pack_bucket(bucket: Bucket, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    """Copy `tensors` (on any device, in `bucket.specs`' order) and their checksums into `buffer` (uint8, on the CPU)."""
+    """Copy tensors and their checksums into the bucket's buffer.
+
+    Args:
+        bucket: What goes where.
+        tensors: In the order of `bucket.specs`, on any device.
+        buffer: u8 [bucket.num_bytes], on the CPU.
+
+    Raises:
+        ValueError: A tensor is not what its spec announces.
+    """
     import torch
 
     for spec, offset, tensor in zip(bucket.specs, bucket.offsets, tensors, strict=True):
@@ -145,7 +158,11 @@ def pack_bucket(bucket: Bucket, tensors: Sequence[torch.Tensor], buffer: torch.T
 
 
 def unpack_bucket(bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """(name, view into `buffer`) of every tensor; ChecksumError when one of them is not what was sent."""
+    """Name of every tensor and a view of it in `buffer`.
+
+    Raises:
+        ChecksumError: The bytes of a tensor are not those that were sent.
+    """
     import torch
 
     tensors = []
@@ -162,29 +179,34 @@ def unpack_bucket(bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch
 class WeightGroup:
     """A Gloo group of one sender (rank 0) and the workers of one server, apart from the default group of either process."""
 
-    def __init__(self, store: dist.TCPStore, group: dist.ProcessGroupGloo):
+    def __init__(self, store: dist.TCPStore, group: dist.ProcessGroupGloo) -> None:
         self._store = store  # must outlive the group
         self._group = group
 
     def broadcast(self, buffer: torch.Tensor) -> dist.Work:
-        """Start to send `buffer` from rank 0 to all others; `wait()` on the result raises when a peer is gone or too slow."""
-        return self._group.broadcast(buffer, 0)
+        """Start to send `buffer` from rank 0 to all others. `wait()` on the result raises where a peer has exited or hangs."""
+        return self._group.broadcast(buffer, 0)  # type: ignore[attr-defined]  # torch's stubs leave it out
 
 
 def join_weight_group(
     host: str, port: int, rank: int, world_size: int, timeout_s: float, store: dist.TCPStore | None = None
 ) -> WeightGroup:
-    """Meet at (host, port) and return when all `world_size` members are connected; any wait longer than `timeout_s` raises.
+    """Join the group whose store is at (host, port); returns when all members are connected.
 
-    `store` is what rank 0 serves (`wire.stores.serve_store`); the others connect to it. `timeout_s` also bounds every later
-    broadcast.
+    Args:
+        host: Where rank 0 serves the store.
+        port: The store's.
+        rank: 0 sends, the others receive.
+        world_size: Number of members.
+        timeout_s: A longer wait raises, here and in every later broadcast.
+        store: On rank 0 what it serves (`wire.stores.serve_store`); the others connect to it.
     """
     import torch.distributed as dist
 
     timeout = timedelta(seconds=timeout_s)
     if store is None:
         store = join_store(host, port, timeout_s)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
     options._timeout = timeout
     # Gloo's default is the address of the machine's host name, which may be unreachable or open to others.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(host, port))]

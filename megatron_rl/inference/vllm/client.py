@@ -1,7 +1,7 @@
-"""Asynchronous client of one vLLM server: token ids in, token ids out, with all that the trainer needs to replay the sampling.
+"""The client of one vLLM server: token ids in, token ids out, with all that the trainer needs to replay the sampling.
 
 Requests carry no seed: on a CPU a seeded request kills the engine when its prefill is chunked. They are never streamed: the
-streaming route leaves the sampling mask out, and reports a dead engine inside of a 200.
+streaming route leaves the sampling mask out, and reports a dead engine inside a 200.
 """
 
 import asyncio
@@ -18,20 +18,20 @@ from megatron_rl.records import ContractError, ModelContract, Sampling
 from megatron_rl.wire.access import with_key
 
 _SPAN_WINDOW_S = 0.005
-"""Requests that end within this time ask for their version spans together: each question holds the engine up for a moment."""
+"""Requests that end within this time ask for their version spans in one call: each call delays the engine a little."""
 
-_KEEP_ALIVE_S = 2.0  # below uvicorn's 5 s, or a request may go out on a connection that the server is just closing
+_KEEP_ALIVE_S = 2.0  # below uvicorn's 5 s, or a request may be sent on a connection that the server is closing
 
 _REFUSED = (400, 422)
-"""Statuses by which vLLM says that a request cannot be served; another server would say the same."""
+"""vLLM's statuses for a request that cannot be served; another server would refuse it, too."""
 
 
 class VllmClient:
-    """Used from one event loop; `close()` at the end. key: the run's. timeout_s: of one request from sending to the whole answer."""
+    """See `SamplingClient`; the arguments are those of `InferenceEngine.sampling_client`."""
 
     def __init__(
         self, url: str, contract: ModelContract, *, key: str, keep_set_source: KeepSetSource, max_keep_set: int, timeout_s: float
-    ):
+    ) -> None:
         self.url, self._contract = url, contract
         self._source, self._max_keep_set, self._timeout_s = keep_set_source, max_keep_set, timeout_s
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S)
@@ -43,11 +43,7 @@ class VllmClient:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str, stop_token_ids: Sequence[int] = ()
     ) -> Completion:
-        """Sample one completion; it ends with the first of stop_token_ids (which is part of it) or at sampling.max_new_tokens.
-
-        request_id: unique among all requests to this server. Raises ServerError, PromptError for a request that the server refuses, and
-        ContractError for an answer that is no whole record.
-        """
+        """See `SamplingClient.generate`."""
         request = {
             "request_id": request_id,
             "token_ids": [int(i) for i in prompt_ids],
@@ -63,11 +59,16 @@ class VllmClient:
         except ContractError:
             raise
         except (LookupError, TypeError, ValueError) as error:
-            what = f"an answer of another shape than expected ({type(error).__name__}: {error})"
+            what = f"the answer has an unexpected shape ({type(error).__name__}: {error})"
             raise ServerError(self.url, "POST /inference/v1/generate", what) from error
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The JSON object that the server answers with. Raises ServerError, and PromptError where the server finds fault with the request."""
+        """The JSON object that the server answers with.
+
+        Raises:
+            ServerError: No answer within the time, or an error.
+            PromptError: The server refuses the request as bad input.
+        """
         asked = f"POST {path}"
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -85,10 +86,11 @@ class VllmClient:
         except ValueError as error:
             raise ServerError(self.url, asked, f"no JSON in {response.text[:200]!r}") from error
         if not isinstance(answer, dict) or answer.get("error"):
-            raise ServerError(self.url, asked, f"an error inside of a 200: {str(answer)[:300]}")
+            raise ServerError(self.url, asked, f"an error inside a 200: {str(answer)[:300]}")
         return answer
 
     async def close(self) -> None:
+        """Release the connections."""
         await self._http.aclose()
 
     def _sampling_params(self, sampling: Sampling, stop_token_ids: Sequence[int]) -> dict[str, Any]:
@@ -107,7 +109,7 @@ class VllmClient:
 
 
 def _only_choice(url: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """The one choice of a generate response. An aborted request comes back as an ordinary answer with another finish reason."""
+    """The one choice of a generate response. An aborted request returns as an ordinary answer with another finish reason."""
     choices = answer.get("choices") or [{}]
     choice = choices[0]
     if len(choices) != 1 or choice.get("finish_reason") not in ("stop", "length") or not choice.get("logprobs"):
@@ -117,11 +119,11 @@ def _only_choice(url: str, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own_spans(url: str, choice: dict[str, Any]) -> list[list[int]] | None:
-    """[[first generated token, version], ...] where the engine itself stamps its tokens (vLLM from 0.32 on); None where it does not."""
+    """[[first generated token, version], ...] where the engine stamps its tokens (vLLM from 0.32); None elsewhere."""
     spans = choice.get("weight_versions")
     try:
         return spans and [[span["start"], int(span["version"])] for span in spans]
-    except (ValueError, TypeError, KeyError) as error:  # 'default' is what a server says before its first update
+    except (ValueError, TypeError, KeyError) as error:  # before its first update a server reports 'default'
         raise ServerError(
             url, "POST /inference/v1/generate", f"version spans {spans}: no policy version was sent to it yet"
         ) from error
@@ -130,13 +132,13 @@ def _own_spans(url: str, choice: dict[str, Any]) -> list[list[int]] | None:
 class _SpanQuestions:
     """Asks the server which policy version sampled which token, for all requests that end at about the same time in one call."""
 
-    def __init__(self, client: VllmClient):
+    def __init__(self, client: VllmClient) -> None:
         self._client = client
         self._waiting: dict[str, asyncio.Future[list[list[int]]]] = {}
         self._running: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
 
     async def ask(self, request_id: str) -> list[list[int]]:
-        """[[first generated token, version], ...]"""
+        """[[first generated token, version], ...]."""
         if not self._waiting:
             task = asyncio.create_task(self._collect_and_ask())
             self._running.add(task)
@@ -147,13 +149,13 @@ class _SpanQuestions:
     async def _collect_and_ask(self) -> None:
         await asyncio.sleep(_SPAN_WINDOW_S)
         futures, self._waiting = self._waiting, {}
+        spans: dict[str, list[list[int]]] = {}
+        fault: Exception | str = "the server does not know it"
         try:
             answer = await self._client.post("/collective_rpc", {"method": "version_spans", "args": [list(futures)]})
-            spans = answer["results"][0]  # every rank of the server gives the same
+            spans = answer["results"][0]  # every rank of the server answers the same
         except (ServerError, LookupError, TypeError) as error:
-            spans, fault = {}, error
-        else:
-            fault = "it is not known to the server"
+            fault = error
         for request_id, future in futures.items():
             if future.done():  # its request was cancelled meanwhile
                 continue

@@ -34,7 +34,19 @@ def decode_completion(
     source: KeepSetSource,
     moe_layers: Sequence[int],
 ) -> Completion:
-    """choice: of the response. spans: [[first token, version], ...]. Raises ContractError where these make no whole record."""
+    """One choice of a generate response as a record's arrays.
+
+    Args:
+        uid: Names the request in errors.
+        choice: Of the JSON response.
+        spans: [[first generated token, policy version], ...].
+        sampling: What was asked for; a distribution that is not truncated has no keep-sets.
+        source: How keep-sets are read.
+        moe_layers: Numbers of the layers with experts, whose routes are kept.
+
+    Raises:
+        ContractError: These do not make a complete record.
+    """
     token_ids = np.array(choice["token_ids"], dtype=np.int32)
     content = choice["logprobs"]["content"]
     if len(content) != len(token_ids) or (_ids(content) != token_ids).any():

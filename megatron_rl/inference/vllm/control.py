@@ -10,12 +10,9 @@ from megatron_rl.inference.sender import ServerAddress
 
 
 class VllmControl:
-    """Calls to one server, each of which raises ServerError. Safe to use from several threads.
+    """See `ServerControl`; the arguments are those of `InferenceEngine.server_control`. The senders use further calls of vLLM."""
 
-    timeout_s: for every call but `update`, which lasts as long as the stream does.
-    """
-
-    def __init__(self, address: ServerAddress, client: httpx.Client, timeout_s: float):
+    def __init__(self, address: ServerAddress, client: httpx.Client, timeout_s: float) -> None:
         self.address = address
         self._client = client
         self._timeout_s = timeout_s
@@ -23,14 +20,15 @@ class VllmControl:
     def pause(self) -> None:
         """Freeze all requests where they are, and drop the KV and prefix caches.
 
-        vLLM's default, `clear_cache=true`, is meant: with the caches kept, a request would go on with new weights over keys and
-        values of the old ones, a mixture that no version's forward pass gives (log-probs off by 2.5 in a test), and a later
-        prompt with the same prefix would hit them too. With them dropped, each request is recomputed whole under the new weights
+        vLLM's default, `clear_cache=true`, is what we want: with the caches kept, a request would continue with new weights over
+        keys and values of the old ones, a mixture that no version's forward pass gives (log-probs off by 2.5 in a test), and a
+        later prompt with the same prefix would hit them too. With them dropped, each request is recomputed under the new weights
         on resume, so a token's log-prob is that of the version that sampled it, given everything before it.
         """
         self._post("/pause?mode=keep&clear_cache=true")
 
     def resume(self) -> None:
+        """Continue the paused requests."""
         self._post("/resume")
 
     def join_group(self, init_info: dict) -> None:
@@ -38,27 +36,30 @@ class VllmControl:
         self._post("/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_update(self) -> None:
+        """The model is no version's from here on."""
         self._post("/start_weight_update")
 
     def receive(self, announcement: Mapping[str, Any]) -> None:
-        """Announce what will be streamed; returns when the server has received and loaded it all, however long that takes."""
+        """Announce the stream; returns when the server has received and loaded all of it, however long that takes."""
         self._send("POST", "/update_weights", {"update_info": dict(announcement)}, timeout_s=None)
 
     def finish_update(self, version: int) -> None:
+        """Raises ServerError where the workers find the update incomplete."""
         self._post("/finish_weight_update", {"weight_version": str(version)})
 
     def reset_prefix_cache(self) -> None:
+        """Raises ServerError where blocks of the old weights stay in use."""
         answer = self._post("/reset_prefix_cache")
         if not answer.get("success"):  # a plain 200: some request still holds blocks
             reason = f"answered {answer}; blocks of the old weights are still in use"
             raise ServerError(self.address.name, "/reset_prefix_cache", reason)
 
     def weight_version(self) -> str:
-        """What the server's engine says it holds: the text that `finish` was given, "default" before the first update."""
+        """What the server's engine reports: the text that `finish_update` sent, "default" before the first update."""
         return str(self._send("GET", "/weight_info", None, self._timeout_s).get("weight_version"))
 
     def call_workers(self, method: str, *args: object) -> list:
-        """Call a method of the worker class on every worker; their answers by rank."""
+        """Call a method of the worker class on every worker; the answers by rank."""
         return self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
 
     def _post(self, route: str, body: dict | None = None) -> dict:
@@ -77,7 +78,7 @@ class VllmControl:
 
 
 def _error_text(reply: httpx.Response) -> str:
-    """vLLM answers errors as {"error": {"message": ...}}; anything else is taken as it is."""
+    """vLLM reports errors as {"error": {"message": ...}}; anything else is taken as it is."""
     try:
         return str(reply.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -18,26 +18,30 @@ if TYPE_CHECKING:
     from megatron_rl.weight_mapping import ModelArchitecture
 
 _LONGEST_BUCKET_S = 60.0
-"""For one bucket to reach a server over Gloo: one that hangs holds the others up for no longer than this."""
+"""For one bucket to reach a server over Gloo: a server that hangs delays the others by no more than this."""
 
 
 class VllmEngine:
-    """See `InferenceEngine`, where each method is documented."""
+    """vLLM. `InferenceEngine` says what each method is for."""
 
     name = "vllm"
     keep_set_sources: frozenset[KeepSetSource] = frozenset(("native", "processed_logprobs"))
     weight_transports: frozenset[WeightTransport] = frozenset(WEIGHT_TRANSFER_BACKENDS)
 
     def server_command(self, settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
+        """`megatron_rl.inference.vllm.plugin.serve` with vLLM's own arguments."""
         return server_command(settings)
 
     def cluster_environment(self, address: str) -> Mapping[str, str]:
+        """The address that vLLM's own processes use among each other."""
         return {"VLLM_HOST_IP": address}
 
     async def check_health(self, http: httpx.AsyncClient, url: str) -> None:
+        """GET /health, which needs no key."""
         (await http.get(f"{url}/health")).raise_for_status()
 
     def why_not_comparable(self, architecture: "ModelArchitecture") -> str | None:
+        """Needs vLLM's CPU build, and a model that its CPU kernels compute correctly in fp32."""
         from megatron_rl.weight_mapping import GroupedQueryAttention
 
         try:
@@ -47,18 +51,21 @@ class VllmEngine:
         attention = architecture.attention
         if not isinstance(attention, GroupedQueryAttention) or attention.sinks:
             name = architecture.model_type
-            return f"vLLM's CPU kernels do not compute {name} rightly in fp32 (rotary embedding of latent attention, sinks)"
+            return f"vLLM's CPU kernels do not compute {name} correctly in fp32 (rotary embedding of latent attention, sinks)"
         return None
 
     def sampling_client(
         self, url: str, contract: ModelContract, *, key: str, keep_set_source: KeepSetSource, max_keep_set: int, timeout_s: float
     ) -> SamplingClient:
+        """A client of /inference/v1/generate."""
         return VllmClient(url, contract, key=key, keep_set_source=keep_set_source, max_keep_set=max_keep_set, timeout_s=timeout_s)
 
     def server_control(self, address: ServerAddress, http: httpx.Client, timeout_s: float) -> VllmControl:
+        """The routes that vLLM serves in development mode."""
         return VllmControl(address, http, timeout_s)
 
     def weight_sender(self, transport: WeightTransport, host: str, *, bucket_bytes: int, timeout_s: float) -> WeightSender:
+        """gloo: to the engine of our plugin. nccl: to vLLM's own engine."""
         if transport == "nccl":
             from megatron_rl.inference.vllm.nccl import NcclSender
 

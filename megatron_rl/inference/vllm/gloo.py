@@ -1,14 +1,14 @@
 """Weights over Gloo, for servers that run the `gloo` engine of `megatron_rl.inference.vllm.plugin`.
 
-There is one group per server (rank 0 here, the server's workers behind), and every bucket goes to all groups at once. With one
+There is one group per server (rank 0 here, then the server's workers), and every bucket goes to all groups at once. With one
 group for all servers a broadcast would pass through some of them on its way to the others: one that dies would take the whole
 update with it, every rank of the trainer would have to gather everything again, and any change of the fleet would need a new
 group. The price is that this host sends every byte once per server; large fleets with GPUs use NCCL.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,18 +29,21 @@ class _Flight(NamedTuple):
 
 
 class GlooSender:
-    """host: the address of this machine under which the servers reach it, and the only one that is listened on.
+    """See `WeightSender`.
 
-    bucket_bytes: tensors are sent together up to this size. timeout_s: for meeting a server, and for one bucket to reach it and
-    the one before to be loaded. receive_timeout_s: how long a server waits for the next bucket; it must outlast the gathering of
-    a bucket and the timeouts of other servers, which hold the stream up. (A sender that dies is noticed at once.)
+    Args:
+        host: This machine's address, as the servers reach it; the only one that is listened on.
+        bucket_bytes: Tensors are sent together up to this size.
+        timeout_s: For the rendezvous with a server, and for one bucket to reach it and the one before to be loaded.
+        receive_timeout_s: How long a server waits for the next bucket. It must outlast the gathering of a bucket and the timeouts
+            of other servers, which delay the stream. (A server notices at once when the sender exits.)
     """
 
     backend = "gloo"
 
     def __init__(
         self, host: str = "127.0.0.1", *, bucket_bytes: int = 64 << 20, timeout_s: float = 60.0, receive_timeout_s: float = 600.0
-    ):
+    ) -> None:
         self._host = host
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
@@ -48,34 +51,36 @@ class GlooSender:
         self._groups: dict[str, WeightGroup] = {}
 
     def connect(self, servers: Sequence[VllmControl]) -> dict[str, str]:
-        """Make a new group with every server: it takes 15 ms, and an old one may belong to a process that is no more."""
+        """Make a new group with every server: it takes 15 ms, and an old one may belong to a process that has exited."""
         self.close()
         failures: dict[str, str] = {}
         if not servers:
             return failures
         with ThreadPoolExecutor(len(servers)) as pool:
-            meetings = {server.address.name: pool.submit(self._meet, server) for server in servers}
-        for name, meeting in meetings.items():
+            joins = {server.address.name: pool.submit(self._rendezvous, server) for server in servers}
+        for name, join in joins.items():
             try:
-                self._groups[name] = meeting.result()
+                self._groups[name] = join.result()
             except (ServerError, RuntimeError) as error:  # torch.distributed's errors are RuntimeErrors
                 failures[name] = f"no weight group: {error}"
         return failures
 
-    def _meet(self, server: VllmControl) -> WeightGroup:
+    def _rendezvous(self, server: VllmControl) -> WeightGroup:
         store = serve_store(self._host, self._timeout_s)
         world_size = 1 + server.address.num_workers
         init_info = {"host": self._host, "port": store.port, "world_size": world_size, "timeout_s": self._receive_timeout_s}
-        # Each side waits for the other, so both at once; when one fails, the other is left to its timeout.
+        # Each side waits for the other, so both start at once; when one fails, the other runs into its timeout.
         pool = ThreadPoolExecutor(2)
         joining = pool.submit(server.join_group, init_info)
         group = pool.submit(join_weight_group, self._host, store.port, 0, world_size, self._timeout_s, store)
         pool.shutdown(wait=False)
-        for done in wait((joining, group), return_when=FIRST_EXCEPTION).done:
+        both: tuple[Future[Any], ...] = (joining, group)
+        for done in wait(both, return_when=FIRST_EXCEPTION).done:
             done.result()
         return group.result()
 
-    def announcement(self, specs: Sequence[TensorSpec], version: int) -> dict:
+    def announcement(self, specs: Sequence[TensorSpec], version: int) -> dict[str, Any]:
+        """The fields of the plugin's `GlooUpdateInfo`."""
         return {
             "version": version,
             "names": [spec.name for spec in specs],
@@ -119,15 +124,17 @@ class GlooSender:
         self.disconnect(name)
 
     def confirm(self, server: VllmControl, version: int) -> None:
-        """The workers themselves say what they hold: the engine sets it only after it has checked every tensor and parameter."""
+        """Ask the workers themselves: the engine sets the version only after it has checked every tensor and parameter."""
         held = [answer["version"] for answer in server.call_workers("held_version")]
         if held != [version] * server.address.num_workers:
             raise ServerError(server.address.name, "held_version", f"the workers hold {held} after the update to {version}")
 
     def disconnect(self, server: str) -> None:
+        """Drop its group; the other servers keep theirs."""
         self._groups.pop(server, None)
 
     def close(self) -> None:
+        """Drop all groups."""
         self._groups.clear()
 
 
@@ -136,5 +143,5 @@ def _bucketed(source: WeightSource, bucket_bytes: int) -> Iterator[tuple[Bucket,
     tensors = checked_tensors(source)
     for bucket in plan_buckets(source.specs, bucket_bytes):
         yield bucket, [next(tensors)[1] for _ in bucket.specs]
-    for _ in tensors:  # lets the source come to its end, and the check see a surplus
+    for _ in tensors:  # lets the source reach its end, and the check see a surplus
         raise AssertionError("checked_tensors yields as many tensors as there are specs")

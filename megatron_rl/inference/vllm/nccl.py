@@ -2,14 +2,14 @@
 
 Never run on hardware: written against the source of vLLM 0.30.0 (`vllm.distributed.weight_transfer`: nccl_common, nccl_engine,
 packed_tensor), whose packed protocol is used as it is. Unlike the `gloo` engine, vLLM's checks neither the bytes that arrive nor
-that every parameter got its own; what is left to tell a bad update is the probe after it.
+that every parameter got its own; only the probe after an update detects a bad one.
 """
 
 import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,20 +22,23 @@ if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 NUM_BUFFERS = 2
-"""Buckets that NCCL may have in flight at once; part of the packed protocol, so both sides are told."""
+"""Buckets that NCCL may have in flight at once; part of the packed protocol, so both sides need it."""
 
 
 class NcclSender:
-    """One communicator of this rank (0) and the workers of all servers, made anew when the set of servers changes.
+    """See `WeightSender`. One communicator of this rank (0) and the workers of all servers, new when the set of servers changes.
 
-    host: the address of this machine under which the servers reach it. bucket_bytes: GPU memory per buffer, on both sides.
-    timeout_s: for the rendezvous, and for the whole stream. NCCL cannot leave one server behind: when the stream breaks, all have
-    failed.
+    NCCL cannot leave one server out: when the stream breaks, all servers have failed.
+
+    Args:
+        host: This machine's address, as the servers reach it.
+        bucket_bytes: GPU memory per buffer, on both sides.
+        timeout_s: For the rendezvous, and for the whole stream.
     """
 
     backend = "nccl"
 
-    def __init__(self, host: str, *, bucket_bytes: int = 1 << 30, timeout_s: float = 300.0):
+    def __init__(self, host: str, *, bucket_bytes: int = 1 << 30, timeout_s: float = 300.0) -> None:
         self._host = host
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
@@ -51,37 +54,38 @@ class NcclSender:
         if not members:
             return {}
         try:
-            self._communicator = self._meet(servers)
+            self._communicator = self._rendezvous(servers)
         except (ServerError, RuntimeError) as error:  # torch's store and pynccl raise RuntimeErrors
             return {address.name: f"no NCCL group: {error}" for address in members}
         self._members = members
         return {}
 
-    def _meet(self, servers: Sequence[VllmControl]) -> "PyNcclCommunicator":
+    def _rendezvous(self, servers: Sequence[VllmControl]) -> "PyNcclCommunicator":
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
         world_size = 1 + sum(server.address.num_workers for server in servers)
-        rendezvous = {"master_address": self._host, "master_port": _free_port(self._host), "world_size": world_size}
-        # Each side waits for the other, so all at once; when one fails, the others are left to their timeouts.
+        place = {"master_address": self._host, "master_port": _free_port(self._host), "world_size": world_size}
+        # Each side waits for the other, so all start at once; when one fails, the others run into their timeouts.
         pool = ThreadPoolExecutor(1 + len(servers))
-        communicator = pool.submit(trainer_init, rendezvous)
+        communicator = pool.submit(trainer_init, place)
         joining = []
         rank_offset = 1
         for server in servers:
-            joining.append(pool.submit(server.join_group, rendezvous | self._protocol() | {"rank_offset": rank_offset}))
+            joining.append(pool.submit(server.join_group, place | self._protocol() | {"rank_offset": rank_offset}))
             rank_offset += server.address.num_workers
         pool.shutdown(wait=False)
         done, pending = wait((communicator, *joining), timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
         for call in done:
             call.result()
         if pending:
-            raise RuntimeError(f"{len(pending)} of {world_size} members did not come within {self._timeout_s:g} s")
+            raise RuntimeError(f"{len(pending)} of {world_size} members have not joined within {self._timeout_s:g} s")
         return communicator.result()
 
     def _protocol(self) -> dict:
         return {"packed": True, "packed_buffer_size_bytes": self._bucket_bytes, "packed_num_buffers": NUM_BUFFERS}
 
-    def announcement(self, specs: Sequence[TensorSpec], version: int) -> dict:
+    def announcement(self, specs: Sequence[TensorSpec], version: int) -> dict[str, Any]:
+        """The fields of vLLM's own update message."""
         return {
             "names": [spec.name for spec in specs],
             "dtype_names": [spec.dtype for spec in specs],
@@ -90,7 +94,7 @@ class NcclSender:
 
     def stream(self, source: WeightSource) -> dict[str, str]:
         """See `WeightSender.stream`. A broadcast waits for every member without end, so a timer aborts the communicator."""
-        trouble: list[Exception] = []  # of the source itself; vLLM's loop would let it pass for one of NCCL's
+        trouble: list[Exception] = []  # of the source itself; in vLLM's loop it would look like one of NCCL's
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             try:
@@ -101,24 +105,24 @@ class NcclSender:
                 raise
 
         remaining = tensors()
-        failure = self._broadcast(remaining) if self._communicator is not None else None
+        failure = self._broadcast(self._communicator, remaining) if self._communicator is not None else None
         if trouble:
             raise trouble[0]
-        for _ in remaining:  # what is left, or all of it when there is nobody to send it to: the other ranks gather it too
+        for _ in remaining:  # what is left, or all of it without servers: the other ranks gather it too
             pass
         return {} if failure is None else {address.name: failure for address in self._members}
 
-    def _broadcast(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> str | None:
+    def _broadcast(self, communicator: "PyNcclCommunicator", tensors: Iterator[tuple[str, torch.Tensor]]) -> str | None:
         """Send all tensors; why it failed, or None."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-        watchdog = threading.Timer(self._timeout_s, self._communicator.destroy)
+        watchdog = threading.Timer(self._timeout_s, communicator.destroy)
         watchdog.daemon = True
         watchdog.start()
         try:
             packed_nccl_broadcast_producer(
                 iterator=tensors,
-                group=self._communicator,
+                group=communicator,
                 src=0,
                 post_iter_func=lambda item: item[1],
                 buffer_size_bytes=self._bucket_bytes,
@@ -131,17 +135,18 @@ class NcclSender:
         return None
 
     def confirm(self, server: VllmControl, version: int) -> None:
-        """vLLM's engine keeps no version of its own; the server's is set when the update was finished."""
+        """vLLM's engine keeps no version; the server's is set when the update is finished."""
         held = server.weight_version()
         if held != str(version):
             raise ServerError(server.address.name, "/weight_info", f"holds version {held!r} after the update to {version}")
 
     def disconnect(self, server: str) -> None:
-        """Give up the communicator if this server is in it."""
+        """Destroy the communicator if this server is in it."""
         if any(address.name == server for address in self._members):
             self.close()
 
     def close(self) -> None:
+        """Destroy the communicator."""
         if self._communicator is not None:
             self._communicator.destroy()
         self._communicator = None
@@ -149,7 +154,10 @@ class NcclSender:
 
 
 def _sent_shape(spec: TensorSpec) -> tuple[int, ...]:
-    """vLLM's packing views each tensor as bytes, which one without dimensions (an NVFP4 global scale) does not allow; its loaders take both."""
+    """At least one dimension: vLLM's packing views each tensor as bytes, which a scalar (an NVFP4 global scale) does not allow.
+
+    vLLM's loaders take both.
+    """
     return tuple(spec.shape) or (1,)
 
 

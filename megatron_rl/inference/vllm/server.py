@@ -11,7 +11,7 @@ from megatron_rl.inference.errors import UnsupportedByEngineError
 from megatron_rl.wire.access import KEY_VARIABLE
 
 WEIGHT_TRANSFER_BACKENDS: tuple[WeightTransport, ...] = ("gloo", "nccl")
-"""vLLM's names (`--weight-transfer-config`): its own `nccl`, and `gloo`, which `plugin` adds. They are the names of the transports."""
+"""vLLM's names (`--weight-transfer-config`) for the transports: its own `nccl`, and `gloo`, which `plugin` adds."""
 
 GIB = 1 << 30
 
@@ -43,7 +43,7 @@ def server_command(settings: ServerSettings) -> tuple[list[str], dict[str, str]]
         "--enable-return-routed-experts",
         "--enable-scale-out",  # /inference/v1/generate: token ids in, token ids out
         "--skip-tokenizer-init",
-        "--generation-config", "vllm",  # or the model's generation_config.json would set top_k and penalties behind our back
+        "--generation-config", "vllm",  # or the model's generation_config.json would set top_k and penalties unseen
         "--weight-transfer-config", f'{{"backend": "{s.weight_transport}"}}',
         "--disable-uvicorn-access-log",
         "--middleware", "megatron_rl.inference.vllm.plugin.access.RequireKey",
@@ -74,8 +74,8 @@ def _cpu_environment(cpus: Sequence[int] | None, threads: int, tensor_parallel_s
         return env
     if cpus is None or len(cpus) < tensor_parallel_size:
         raise UnsupportedByEngineError(
-            f"tensor_parallel_size is {tensor_parallel_size} and cpus is {cpus}: on a CPU vLLM binds each worker to cores of its "
-            f"own, so a server needs at least {tensor_parallel_size} of them"
+            f"tensor_parallel_size is {tensor_parallel_size} and cpus is {cpus}: on a CPU vLLM binds each worker to its "
+            f"own cores; give the server at least {tensor_parallel_size} of them"
         )
     share = len(cpus) // tensor_parallel_size
     shares = [cpus[rank * share : (rank + 1) * share] for rank in range(tensor_parallel_size)]

@@ -31,13 +31,15 @@ def test_a_run_on_another_engine_needs_nothing_of_vllm(tmp_path):
 
 
 def config(**sections) -> Config:
-    return Config.model_validate({
-        "run": {"name": "t", "steps": 1, "device": "cpu"},
-        "model": {"path": "/m", "max_sequence_length": 64},
-        "task": {"name": "t"},
-        "rollouts": {"max_new_tokens": 8},
-        **sections,
-    })  # fmt: skip
+    return Config.model_validate(
+        {
+            "run": {"name": "t", "steps": 1, "device": "cpu"},
+            "model": {"path": "/m", "max_sequence_length": 64},
+            "task": {"name": "t"},
+            "rollouts": {"max_new_tokens": 8},
+            **sections,
+        }
+    )
 
 
 def test_vllm_is_the_engine_unless_another_is_asked_for():

@@ -32,9 +32,9 @@ class TinyEngine:
     def why_not_comparable(self, architecture):
         return "it has no model"
 
-    def sampling_client(self, url, model, *, key, keep_set_source, max_keep_set, timeout_s):
+    def sampling_client(self, url, contract, *, key, keep_set_source, max_keep_set, timeout_s):
         assert keep_set_source == "native"
-        return TinyClient(url, model.contract, key, timeout_s)
+        return TinyClient(url, contract, key, timeout_s)
 
     def server_control(self, address, http, timeout_s):
         return TinyControl(address, http, timeout_s)

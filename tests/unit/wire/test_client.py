@@ -1,5 +1,4 @@
-"""The control clients, blocking and asynchronous: one policy of retries, against a real HTTP server that answers from a
-script."""
+"""The control clients, blocking and asynchronous: one retry policy, against a real HTTP server that answers from a script."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""All that runs inside vLLM's processes: the Gloo weight transfer engine, the mends it needs, and the rollout worker.
+"""All that runs inside vLLM's processes: the Gloo weight transfer engine, the fixes it needs, and the rollout worker.
 
 vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`). It must stay cheap and must not touch
 what a server without `--weight-transfer-config '{"backend": "gloo"}'` uses: the engine's module is imported, and the version of

@@ -1,8 +1,8 @@
-"""The door of a rollout server (`--middleware megatron_rl.inference.vllm.plugin.access.RequireKey`).
+"""Access to a rollout server (`--middleware megatron_rl.inference.vllm.plugin.access.RequireKey`).
 
-vLLM's own `--api-key` guards the routes under /v1, /v2 and /inference only. Whoever reaches the others can pause the server, call any
-method of its workers, replace the weights, and even generate (/invocations). Here everything but GET /health asks for the run's key,
-also what a later vLLM adds, and what it serves nothing at.
+vLLM's own `--api-key` guards the routes under /v1, /v2 and /inference only. Whoever reaches the others can pause the server, call
+any method of its workers, replace the weights, and even generate (/invocations). Here everything but GET /health needs the run's
+key, also routes that a later vLLM adds, and paths without a route.
 """
 
 import hmac
@@ -20,13 +20,14 @@ _REFUSAL = json.dumps({"error": {"message": f"the header {KEY_HEADER} does not h
 
 
 class RequireKey:
-    """ASGI middleware. A server without a key in its environment answers nobody: it does not start (KeyMissingError)."""
+    """ASGI middleware. A server without a key in its environment does not start (KeyMissingError)."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]):
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
         self._key = key_from_environment().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
         if scope["type"] == "lifespan" or self._may_pass(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":

@@ -1,12 +1,14 @@
 """The `gloo` weight transfer engine: buckets of tensors from trainer rank 0, checked, and loaded layer by layer."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import vllm
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.logger import init_logger
 
+from megatron_rl.errors import RunError
 from megatron_rl.inference.vllm.plugin.reload import LayerwiseReload, RefusedWeightError, pack_experts_on_reload
 from megatron_rl.inference.vllm.plugin.versions import require_known_vllm
 from megatron_rl.precision.unpacking import Unpacker
@@ -26,7 +28,7 @@ logger = init_logger(__name__)
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
-    """Where this server's group meets. The sender is rank 0, the server's workers follow; `world_size` counts all of them."""
+    """Where this server's group has its store. The sender is rank 0, then come the workers; `world_size` counts all of them."""
 
     host: str
     port: int
@@ -45,14 +47,15 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     bucket_bytes: int
 
     def buckets(self) -> list[Bucket]:
+        """As the sender cuts the stream."""
         specs = [
             TensorSpec(name, tuple(shape), dtype) for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)
         ]
         return plan_buckets(specs, self.bucket_bytes)
 
 
-class RefusedUpdateError(RuntimeError):
-    """The update arrived whole, but the model did not take it; the message lists every reason."""
+class RefusedUpdateError(RunError):
+    """The update arrived complete, but the model did not take it; the message lists every reason."""
 
 
 class GlooWeightTransferEngine(WeightTransferEngine):
@@ -71,24 +74,26 @@ class GlooWeightTransferEngine(WeightTransferEngine):
         self.held_version = NO_VERSION
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Join the sender's group; a former one, which may be broken, is dropped."""
+        """Join the sender's group. A former one, which may be broken, is dropped."""
         self._group = None
         rank = 1 + self.parallel_config.rank
         self._group = join_weight_group(init_info.host, init_info.port, rank, init_info.world_size, init_info.timeout_s)
 
     def start_weight_update(self) -> None:
+        """Begin a full update."""
         self.held_version = self._incoming_version = NO_VERSION  # from here on the model is no version's
         self._reload.start()
 
-    def update_weights(self, update_info: dict) -> None:
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive the stream that `update_info` announces."""
         # The base class synchronizes an accelerator afterwards, which a CPU server does not have; Gloo is done when it returns.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         """Receive and load every bucket.
 
-        A tensor that is refused does not end the stream: the sender would wait for this receiver until its timeout. The buckets
-        that follow are received and dropped, and the reasons are raised at the end.
+        A refused tensor does not end the stream: the sender would wait for this receiver until its timeout. The buckets that
+        follow are received and dropped, and the reasons are raised at the end.
         """
         if self._group is None:
             raise RuntimeError("update_weights came before init_weight_transfer_engine: this server is in no weight group")
@@ -101,7 +106,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):
             if not problems:
                 problems = self._load(bucket, buffer, unpacker)
         if not problems and unpacker.incomplete:
-            problems = [f"of these weights only a part of the NVFP4 tensors came: {unpacker.incomplete}"]
+            problems = [f"only a part of the NVFP4 tensors of these weights arrived: {unpacker.incomplete}"]
         if problems:
             raise RefusedUpdateError("; ".join(problems))
         self._incoming_version = update_info.version
@@ -112,19 +117,21 @@ class GlooWeightTransferEngine(WeightTransferEngine):
         return Unpacker(names if is_plain else [], self.model_config.dtype)
 
     def _load(self, bucket: Bucket, buffer: torch.Tensor, unpacker: Unpacker) -> list[str]:
-        """Load one bucket; the reasons for which it was refused."""
+        """Load one bucket; returns why it was refused."""
         try:
             for name, tensor in unpack_bucket(bucket, buffer):
-                if (whole := unpacker.add(name, tensor)) is not None:
-                    self._reload.load(*whole)
+                if (complete := unpacker.add(name, tensor)) is not None:
+                    self._reload.load(*complete)
         except (ChecksumError, RefusedWeightError) as error:
             logger.exception("weight update refused")
             return [str(error)]
         return []
 
     def finish_weight_update(self) -> None:
+        """Complete the update; from here on the model is that version's."""
         self._reload.finish(self.model_config)
         self.held_version = self._incoming_version
 
     def shutdown(self) -> None:
+        """Leave the group."""
         self._group = None

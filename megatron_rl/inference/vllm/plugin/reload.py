@@ -5,13 +5,14 @@ them and copies the result into the tensors that the kernels read. Left alone, i
 
 - leaves the old weights in a module that got nothing (a warning), and in the packed copy of a tied output layer (nothing),
 - finishes a module that got only a part with whatever memory held (a debug line),
-- goes on counting where an update that was broken off had stopped, and
+- continues to count where an interrupted update had stopped, and
 - on a CPU leaves the experts of a reloaded layer unpacked while the kernel reads them as packed.
 
 Written against vLLM 0.30.0 (`versions.py`).
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -21,22 +22,24 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
+from megatron_rl.errors import RunError
 
-class IncompleteUpdateError(RuntimeError):
+
+class IncompleteUpdateError(RunError):
     """Parameters that the update did not reach, or reached only in part; `problems` names them."""
 
-    def __init__(self, problems: Iterable[str]):
+    def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
         super().__init__(
-            f"the update leaves {len(self.problems)} parameters without their new values: {'; '.join(self.problems)}. The sender "
-            "must send every tensor of the model under its Hugging Face name"
+            f"the update leaves {len(self.problems)} parameters without their new values: {'; '.join(self.problems)}. Send "
+            "every tensor of the model under its Hugging Face name"
         )
 
 
-class RefusedWeightError(ValueError):
-    """A tensor that the model has no place for, that its loader ignores, or that has the wrong shape."""
+class RefusedWeightError(RunError):
+    """A tensor that the model does not have, that its loader ignores, or that has the wrong shape."""
 
-    def __init__(self, name: str, reason: str):
+    def __init__(self, name: str, reason: str) -> None:
         self.name = name
         super().__init__(f"weight {name!r} was refused by the model's loader: {reason}")
 
@@ -47,14 +50,14 @@ class LayerwiseReload:
     After an abort the model holds a mixture of old and new weights. It must not run before a later reload has finished.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: Any) -> None:  # vLLM's model: a torch module with load_weights
         self._model = model
         self._loaded: set[str] = set()
-        self._tied = _modules_with_borrowed_parameters(model)  # found now: during a reload each module has tensors of its own
+        self._tied = _modules_with_borrowed_parameters(model)  # found now: during a reload each module has its own tensors
 
     def start(self) -> None:
         """Begin. `vllm.config.set_current_vllm_config` must be active here, and in `load` and `finish`."""
-        self.abort()  # whatever an earlier update left behind would be counted as loaded
+        self.abort()  # what an earlier update left would count as loaded
         initialize_layerwise_reload(self._model)
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
@@ -64,7 +67,7 @@ class LayerwiseReload:
         except Exception as error:  # vLLM's loaders raise anything from KeyError to AssertionError on a tensor that does not fit
             raise RefusedWeightError(name, f"{type(error).__name__}: {error}") from error
         if not loaded:
-            raise RefusedWeightError(name, "it ignores a tensor of this name, so the sender must leave it out")
+            raise RefusedWeightError(name, "it ignores a tensor of this name; leave it out of the update")
         self._loaded.update(loaded)
 
     def finish(self, model_config: object) -> None:
@@ -75,12 +78,12 @@ class LayerwiseReload:
             raise IncompleteUpdateError(problems)
         finalize_layerwise_reload(self._model, model_config)
         for module in self._tied:
-            # It got nothing of its own, so the reload did not process it; a CPU kernel would go on reading its packed copy.
+            # It got no tensor, so the reload did not process it; a CPU kernel would continue to read its packed copy.
             module.quant_method.process_weights_after_loading(module)
         self._loaded.clear()
 
     def abort(self) -> None:
-        """Give every unfinished module its former tensors back and forget what it had received."""
+        """Restore the former tensors of every unfinished module and forget what it had received."""
         for module in self._model.modules():
             info = get_layerwise_info(module)
             if info.can_load() and info.kernel_tensors is not None:
@@ -89,15 +92,15 @@ class LayerwiseReload:
         self._loaded.clear()
 
     def _missing_uncounted(self) -> list[str]:
-        """Parameters that vLLM loads at once and leaves out of its count (a router's selection bias)."""
+        """Parameters that vLLM loads at once and does not count (a router's selection bias)."""
         uncounted = [name for name, _ in self._model.named_parameters() if name.rpartition(".")[2] in SKIP_LOAD_TENSORS]
         return [f"{name} was not sent" for name in uncounted if name not in self._loaded]
 
 
-def _modules_with_borrowed_parameters(model: torch.nn.Module) -> list[torch.nn.Module]:
+def _modules_with_borrowed_parameters(model: torch.nn.Module) -> list[Any]:
     """Modules whose parameters all belong to an earlier module as well: an output layer tied to the embedding."""
     seen: set[int] = set()
-    borrowers = []
+    borrowers: list[Any] = []
     for module in model.modules():
         own = {id(parameter) for parameter in module.parameters(recurse=False)}
         if own and own <= seen:
@@ -123,7 +126,7 @@ def _missing(path: str, module: torch.nn.Module) -> list[str]:
 
 
 def _missing_experts(path: str, experts: RoutedExperts) -> list[str]:
-    """The (expert, projection) pairs of a padded expert layer for which no tensor came."""
+    """The (expert, projection) pairs of a padded expert layer that got no tensor."""
     calls = get_layerwise_info(experts).loaded_weights
     got = {(call.arguments["expert_id"], call.arguments["shard_id"]) for _, call in calls}
     projections = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -155,5 +158,5 @@ def _packing(setup_kernel: Callable) -> Callable:
         if is_reload and method.unquantized_backend.name == "CPU":
             method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
-    setup_and_pack.packs_on_reload = True
+    setup_and_pack.packs_on_reload = True  # type: ignore[attr-defined]  # functions take attributes
     return setup_and_pack

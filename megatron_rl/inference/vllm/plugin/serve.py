@@ -2,8 +2,8 @@
 
 What it adds to `python -m vllm.entrypoints.openai.api_server ARGS`:
 
-- **Nothing is left behind.** When the process that started it dies, the server ends; when the server dies, however, so does its
-  engine process.
+- **No process is left over.** When the process that started it exits, the server ends; when the server exits, however that
+  happens, so does its engine process.
 - **A quick start on a CPU.** vLLM spawns its engine process and that one its worker, and each imports everything again (8 s a
   time). Here the engine process is forked, and with one worker the worker runs inside it: 10 s instead of 30.
 - **CPU affinity** from MEGATRON_RL_SERVER_CPUS (such as `0,1`). A worker inside the engine process is not bound by
@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 CPUS_VARIABLE = "MEGATRON_RL_SERVER_CPUS"
 PARENT_POLL_S = 0.5
@@ -25,6 +26,7 @@ PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def main() -> None:
+    """Prepare this process, then run vLLM's API server in it."""
     _end_with_parent()
     if cpus := os.environ.get(CPUS_VARIABLE):
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
@@ -38,10 +40,10 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent does, orderly at first.
+    """End this process when its parent exits, by SIGTERM first.
 
     The kernel's own signal for this (PR_SET_PDEATHSIG) is sent when the parent's *thread* ends that started the process, which
-    would kill the servers of a program that starts them from a passing thread. So the parent is looked at.
+    would kill the servers of a program that starts them from a short-lived thread. So the parent is polled.
     """
     parent = os.getppid()
 
@@ -56,7 +58,7 @@ def _end_with_parent() -> None:
 
 
 def _fork_the_engine() -> None:
-    """Have the engine process forked, and its worker, when there is but one, run inside it.
+    """Have the engine process forked; a single worker runs inside it.
 
     vLLM has settings for both, and its CPU platform overwrites them; so this comes after it.
     """
@@ -64,7 +66,7 @@ def _fork_the_engine() -> None:
 
     original = CpuPlatform.check_and_update_config.__func__
 
-    def check_and_update_config(cls: type, vllm_config: object) -> None:
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
         original(cls, vllm_config)
         if vllm_config.parallel_config.world_size == 1:
             vllm_config.parallel_config.distributed_executor_backend = "uni"
@@ -75,7 +77,7 @@ def _fork_the_engine() -> None:
 
 
 def _end_forks_with_the_server() -> None:
-    """The engine process is forked from the main thread, which lives as long as the server, so here the kernel's signal is right."""
+    """The kernel's signal is right here: the engine process is forked from the main thread, which lives as long as the server."""
     libc, forking = ctypes.CDLL(None, use_errno=True), [0]
 
     def remember() -> None:

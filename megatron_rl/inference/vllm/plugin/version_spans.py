@@ -27,16 +27,16 @@ class _History:
 
 
 class VersionSpans:
-    """Counts the tokens that each engine step samples for each request, and notes where the version changes.
+    """Counts the tokens that each engine step samples for each request, and records where the version changes.
 
-    It counts what the sampler returned, at the moment when it did. So it needs no assumption about waiting, preempted or
+    It counts what the sampler returned, when it returned it. So it needs no assumption about waiting, preempted or
     recomputed requests or about prefill in chunks: a step that samples nothing for a request adds nothing.
 
     Of the finished requests, the newest `max_finished` are kept, whether or not somebody has asked for them: asking changes
     nothing, so it may be repeated. Cost: a few dictionary look-ups per request and step.
     """
 
-    def __init__(self, max_finished: int = 16384):
+    def __init__(self, max_finished: int = 16384) -> None:
         self._max_finished = max_finished
         self._histories: dict[str, _History] = {}  # by engine id
         self._engine_ids: dict[str, str] = {}  # client id -> engine id

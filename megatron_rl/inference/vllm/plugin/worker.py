@@ -5,6 +5,7 @@ parallelism every rank answers, and all answers are the same.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -14,21 +15,23 @@ from megatron_rl.wire.weights import NO_VERSION
 
 
 class RolloutCpuWorker(CPUWorker):
-    """vLLM 0.30.0 returns no per-token version; on GPUs, from 0.32 on, the engine's own spans take this class's place."""
+    """vLLM 0.30.0 returns no per-token version; on GPUs, from 0.32, the engine's own spans replace this class."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._version_spans = VersionSpans()
 
-    def execute_model(self, scheduler_output):
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """One engine step, up to sampling."""
         self._version_spans.finish(scheduler_output.finished_req_ids)
         return self._recorded(super().execute_model(scheduler_output))
 
-    def sample_tokens(self, grammar_output):
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """The sampling of an engine step, where vLLM runs it apart."""
         return self._recorded(super().sample_tokens(grammar_output))
 
     def _recorded(self, output: object) -> object:
-        """Note what a step sampled. The runner returns it from one of two methods, and None or an empty output from the other."""
+        """Record what a step sampled. The runner returns it from one of two methods, the other gives None or an empty output."""
         if isinstance(output, ModelRunnerOutput) and output.sampled_token_ids:
             self._version_spans.record(output.req_ids, output.sampled_token_ids, self.held_version()["version"])
         return output
@@ -48,6 +51,6 @@ class RolloutCpuWorker(CPUWorker):
         return {"version": getattr(self.weight_transfer_engine, "held_version", NO_VERSION)}
 
     def start_weight_update(self) -> None:
-        """A new update ends one that was broken off at whatever stage; vLLM refuses it, and has no way to leave the old one."""
+        """Begin an update, also after an interrupted one: vLLM would refuse that, and has no way to leave the old one."""
         self._weight_update_active = False
         super().start_weight_update()

@@ -23,8 +23,7 @@ CONTRACT = ModelContract(vocab_size=50, moe_layers=(1, 3), num_experts=8, expert
 
 
 class FakeVllm:
-    """`script` may hold functions that get the answer (a dict) and return what is sent instead (a dict or a Response), one a
-    request."""
+    """`script` may hold functions, one a request, that get the answer and return what is sent instead (a dict or a Response)."""
 
     def __init__(self, *, keep_set_source: str = "processed_logprobs", num_tokens: int = 6, seed: int = 0):
         self.source, self.num_tokens, self.rng = keep_set_source, num_tokens, np.random.default_rng(seed)
@@ -73,10 +72,13 @@ class FakeVllm:
                 {"token": f"token_id:{token}", "logprob": truth["logprobs"][t], "bytes": None, "top_logprobs": entries}
             )
         choice = {
-            "index": 0, "logprobs": {"content": content}, "finish_reason": "stop", "token_ids": truth["token_ids"],
+            "index": 0,
+            "logprobs": {"content": content},
+            "finish_reason": "stop",
+            "token_ids": truth["token_ids"],
             "routed_experts": base64.b64encode(buffer.getvalue()).decode(),
             "sampling_mask": truth["sets"] if self.source == "native" else None,
-        }  # fmt: skip
+        }
         return {"request_id": request["request_id"], "model": "m", "choices": [choice], "usage": {}, "prompt_logprobs": None}
 
     def app(self) -> Starlette:
@@ -105,8 +107,7 @@ class FakeVllm:
 
 
 class _SharedServer:
-    """One uvicorn in a thread for all fakes of a test session; each lies under a path of its own. Starting one a test takes
-    longer than the test."""
+    """One uvicorn in a thread for all fakes of a test session, each under its own path: starting one takes longer than a test."""
 
     def __init__(self) -> None:
         self.routes: list[Mount] = []

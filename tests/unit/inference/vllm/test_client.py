@@ -180,11 +180,11 @@ def test_version_spans_that_do_not_fit(spans):
     ("script", "message"),
     [
         (lambda a: PlainTextResponse("engine died", 500), "HTTP 500: engine died"),
-        (lambda a: {"error": {"message": "EngineCore encountered an issue"}}, "an error inside of a 200"),
+        (lambda a: {"error": {"message": "EngineCore encountered an issue"}}, "an error inside a 200"),
         (lambda a: PlainTextResponse("<html>"), "no JSON in '<html>'"),
         (lambda a: {"choices": []}, "not one finished choice"),
         (change(finish_reason="abort"), "'finish_reason': 'abort'"),
-        (change(logprobs={"entries": []}), "another shape than expected"),
+        (change(logprobs={"entries": []}), "unexpected shape"),
     ],
 )
 def test_server_errors_are_typed(script, message):

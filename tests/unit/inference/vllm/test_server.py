@@ -8,9 +8,17 @@ from megatron_rl.inference.engine import ServerSettings
 from megatron_rl.inference.vllm.server import server_command
 
 CPU = {
-    "device": "cpu", "dtype": "float32", "max_sequence_length": 512, "max_num_seqs": 16, "keep_set_source": "processed_logprobs",
-    "max_keep_set": 40, "weight_transport": "gloo", "key": "secret-key", "seed": 7, "kv_cache_gib": 0.5,
-}  # fmt: skip
+    "device": "cpu",
+    "dtype": "float32",
+    "max_sequence_length": 512,
+    "max_num_seqs": 16,
+    "keep_set_source": "processed_logprobs",
+    "max_keep_set": 40,
+    "weight_transport": "gloo",
+    "key": "secret-key",
+    "seed": 7,
+    "kv_cache_gib": 0.5,
+}
 GPU = CPU | {"device": "cuda", "weight_transport": "nccl", "kv_cache_gib": None, "gpu_memory_utilization": 0.85}
 
 
