@@ -57,8 +57,8 @@ def update_servers(
         source: The weights.
         version: The policy version that they are.
         key: The run's, which the servers ask for.
-        timeout_s: For a server to have loaded everything, counted from the end of the stream. (The sender bounds the stream: a bound
-            that counted from the beginning would make every server pay for the slowest.)
+        timeout_s: For a server to have loaded everything, counted from the end of the stream. (The sender bounds the stream: a
+            bound that counted from the beginning would make every server pay for the slowest.)
         route_timeout_s: For each other call.
     """
     started = time.monotonic()

@@ -17,7 +17,7 @@ ADDRESS_VARIABLE = "MEGATRON_RL_ADDRESS"
 
 
 def job_attempt() -> str:
-    """Which attempt of which job this process belongs to, such as '4711.0': the batch script exports it, a requeue counts it up."""
+    """Which attempt of which job this process belongs to, such as '4711.0': the batch script exports it, a requeue adds one."""
     # A job that was submitted by version 0.1 and is requeued has the second name in its script.
     return os.environ.get("MEGATRON_RL_ATTEMPT") or os.environ["MEGATRON_RL_LIFE"]
 

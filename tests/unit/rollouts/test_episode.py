@@ -25,7 +25,7 @@ class Letters:
 
 
 class Scripted:
-    """Turn n has lengths[n] tokens of version versions[n]. A request's routes depend on position and turn, so a row tells both."""
+    """Turn n has lengths[n] tokens of version versions[n]. A request's routes depend on position and turn: a row tells both."""
 
     def __init__(self, lengths, versions, finish="stop"):
         self.lengths, self.versions, self.finish, self.asked = lengths, versions, finish, []
