@@ -1,4 +1,4 @@
-"""What Megatron-Core is told of a ModelArchitecture: arguments of its configuration, by the part of the model."""
+"""From a ModelArchitecture to arguments of Megatron-Core's configuration, by the part of the model."""
 
 from typing import Any
 
@@ -24,7 +24,8 @@ def _grouped_query_settings(attention: GroupedQueryAttention, num_layers: int) -
         "softmax_type": "learnable" if attention.sinks else "vanilla",
     }  # fmt: skip
     if attention.windowed_layers:
-        settings["window_size"] = (attention.window - 1, 0)  # Megatron counts the tokens before and behind a token
+        assert attention.window is not None
+        settings["window_size"] = (attention.window - 1, 0)  # Megatron counts the tokens before and after a token
         settings["window_attn_skip_freq"] = [int(layer in attention.windowed_layers) for layer in range(num_layers)]
     return settings
 
@@ -57,7 +58,7 @@ def _latent_rope_settings(rope: Rope) -> dict[str, Any]:
 
 
 def gate_settings(model: ModelArchitecture) -> dict[str, Any]:
-    """The gated MLP, dense and of an expert."""
+    """Arguments of TransformerConfig for the gated MLP, dense and of an expert."""
     if model.swiglu_limit is None:
         return {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": model.linear_biases}
     return {
@@ -68,7 +69,12 @@ def gate_settings(model: ModelArchitecture) -> dict[str, Any]:
 
 
 def expert_settings(model: ModelArchitecture, *, grouped_products: bool) -> dict[str, Any]:
-    """Router and experts; grouped_products: all experts of a rank in one matrix product (Transformer Engine)."""
+    """Arguments of TransformerConfig for router and experts.
+
+    Args:
+        model: What the model is.
+        grouped_products: All experts of a rank in one matrix product (Transformer Engine).
+    """
     moe = model.moe
     if moe is None:
         return {"moe_token_dispatcher_type": "alltoall"}  # unused; with the default Megatron refuses stages of packed sequences
@@ -90,8 +96,7 @@ def expert_settings(model: ModelArchitecture, *, grouped_products: bool) -> dict
         # As in Hugging Face, the product too is in fp32: the scores are close to one another, and the bias is in fp32.
         moe_router_dtype="fp32", moe_router_topk_scaling_factor=moe.scaling_factor,
         moe_router_enable_expert_bias=moe.selection_bias,
-        # The rollouts' routes are replayed: a trainer that moved the bias by its own count would change the policy behind its
-        # back.
+        # The rollouts' routes are replayed: a trainer that moved the bias by its own count would change the policy unnoticed.
         moe_router_bias_update_rate=0.0,
         **({"moe_router_num_groups": moe.num_groups, "moe_router_group_topk": moe.top_k_groups} if moe.num_groups > 1 else {}),
     )  # fmt: skip

@@ -17,11 +17,10 @@ from megatron_rl.engine.context_parallel import gather_positions
 
 
 class PackedAttention(torch.nn.Module):
-    """Takes the place of Megatron's DotProductAttention, which refuses packed sequences and context parallelism. Dropout is 0 and
-    the mask is causal.
+    """Replaces Megatron's DotProductAttention, which refuses packed sequences and context parallelism.
 
-    Of the configuration it knows the window of a layer, and the sinks (softmax_type "learnable"): a logit of each head that takes
-    part in the softmax and attends to nothing.
+    Dropout is 0 and the mask is causal. Of the configuration it knows the window of a layer, and the sinks (softmax_type
+    "learnable"): a logit of each head that takes part in the softmax and attends to nothing.
     """
 
     def __init__(
@@ -55,10 +54,20 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """query [n, heads, d], key [n, groups, d], value [n, groups, dv], each sequence attending to itself; returns [n,
-        heads, dv]. n: this rank's positions of the microbatch's N (all, without context parallelism)."""
+        """Attention of each sequence to itself, over n of the microbatch's N positions (all, without context parallelism).
+
+        Args:
+            query: [n, heads, d].
+            key: [n, groups, d].
+            value: [n, groups, dv].
+            attention_mask: Unused: the mask is causal.
+            packed_seq_params: Where the sequences of the microbatch end.
+
+        Returns:
+            [n, heads, dv].
+        """
         if packed_seq_params is None:
-            raise ValueError("this attention works on packed sequences alone: pass packed_seq_params")
+            raise ValueError("this attention works on packed sequences only: pass packed_seq_params")
         ends = packed_seq_params.cu_seqlens_q.tolist()
         size, rank = self.context.size(), self.context.rank()
         slices = SequenceSlice.of(ends, size, rank)
@@ -77,17 +86,18 @@ class PackedAttention(torch.nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
         """The sinks are cut over tensor-parallel ranks like the heads."""
-        own = self.state_dict(keep_vars=True)  # the optimizer finds its state by the parameters themselves
+        own: dict[str, Any] = self.state_dict(keep_vars=True)  # the optimizer finds its state by the parameters themselves
         return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, place: Tensor) -> Tensor:
-        """Of one sequence; place: i64 [queries], where in it each of them stands."""
+        """Of one sequence; place: i64 [queries], the position of each of them in it."""
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))  # [1, heads, length, d]
         mask = None if self.window is None and len(query) == len(key) else self._visible(place, len(key))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1)
 
     def _attend_with_sinks(self, query: Tensor, key: Tensor, value: Tensor, place: Tensor) -> Tensor:
+        assert self.softmax_offset is not None
         scores = self._logits(query, key, place)
         v = value.transpose(0, 1).repeat_interleave(query.shape[1] // value.shape[1], dim=0)
         sinks = self.softmax_offset[:, None, None].to(scores.dtype).expand(-1, scores.shape[1], 1)
@@ -95,7 +105,7 @@ class PackedAttention(torch.nn.Module):
         return (weights @ v).transpose(0, 1)
 
     def _logits(self, query: Tensor, key: Tensor, place: Tensor) -> Tensor:
-        """[heads, queries, length]; -inf where a token does not see another."""
+        """[heads, queries, length]; -inf where a token does not attend to another."""
         q, k = query.transpose(0, 1), key.transpose(0, 1).repeat_interleave(query.shape[1] // key.shape[1], dim=0)
         scores = q @ k.transpose(1, 2) * (self.scale or query.shape[-1] ** -0.5)
         return scores.masked_fill(~self._visible(place, len(key)), -torch.inf)
@@ -106,6 +116,6 @@ class PackedAttention(torch.nn.Module):
         self.current_max_attn_logits = found if before is None else torch.maximum(before, found)
 
     def _visible(self, place: Tensor, length: int) -> Tensor:
-        """bool [queries, length]: whether the token of a row sees that of a column."""
+        """bool [queries, length]: whether the token of a row attends to that of a column."""
         distance = place[:, None] - torch.arange(length, device=place.device)
         return (distance >= 0) if self.window is None else (distance >= 0) & (distance < self.window)

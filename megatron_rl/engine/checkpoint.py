@@ -1,7 +1,8 @@
 """Model and optimizer on disk, in Megatron's distributed format: written at one layout, read at any other.
 
 The policy's randomness is not part of it: weights are drawn by name before the first step, and nothing drops out afterwards.
-Megatron keeps names and settings as pickled objects beside the tensors. They are read as data: what would run something is refused.
+Megatron keeps names and settings as pickled objects beside the tensors. They are read as data: what would run something is
+refused.
 
 On a GPU Megatron starts helper processes while it saves, and these import the main module again: the program that trains needs
 the usual `if __name__ == "__main__"` guard.

@@ -1,4 +1,6 @@
-"""Context parallelism: how values over the positions that ranks hold come together again."""
+"""Context parallelism: gathering values over the positions that each rank holds a part of."""
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,26 +10,33 @@ from megatron_rl.batching import SequenceSlice
 
 
 def gather_positions(values: Tensor, slices: SequenceSlice, group: dist.ProcessGroup, *, sum_gradients: bool) -> Tensor:
-    """[N / size, ...] of each rank to [N, ...] on all of them, in the order of the microbatch.
+    """All positions' values on every rank, in the order of the microbatch; a collective.
 
-    sum_gradients: whether each rank goes on with a computation of its own, whose gradients belong together (keys and values).
-    If not, all ranks compute the same from the result (the loss), and each takes its own part of that one gradient.
+    Args:
+        values: [N / size, ...] of this rank's positions.
+        slices: Which of the N positions each rank holds.
+        group: The context-parallel group.
+        sum_gradients: Whether each rank continues with its own computation, whose gradients are added (keys and values). If not,
+            all ranks compute the same from the result (the loss), and each takes its own part of that one gradient.
+
+    Returns:
+        [N, ...].
     """
     if group.size() == 1:
         return values
-    return _Gather.apply(values, slices, group, sum_gradients)
+    return _GatherPositions.apply(values, slices, group, sum_gradients)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values: Tensor, slices: SequenceSlice, group: dist.ProcessGroup, sum_gradients: bool) -> Tensor:
+    def forward(ctx: Any, values: Tensor, slices: SequenceSlice, group: dist.ProcessGroup, sum_gradients: bool) -> Tensor:
         ctx.slices, ctx.group, ctx.sum_gradients = slices, group, sum_gradients
         parts = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(group.size())]
         dist.all_gather(parts, values.contiguous(), group=group)
         return torch.cat(parts)[torch.from_numpy(slices.place).to(values.device)]
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.sum_gradients:
             gradient = gradient.contiguous().clone()
             dist.all_reduce(gradient, group=ctx.group)

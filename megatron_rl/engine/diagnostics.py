@@ -1,4 +1,4 @@
-"""What checks and attribution do with an engine and no training does: complete gradients, dropout, altered copies of the weights."""
+"""What checks and attribution do with an engine, and training does not: complete gradients, dropout, altered weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager

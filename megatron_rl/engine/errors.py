@@ -1,5 +1,7 @@
-"""Errors of the engine that several of its files raise."""
+"""Errors that several files of the engine raise."""
+
+from megatron_rl.errors import UserError
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedModelError(UserError, ValueError):
     """This combination of model, layout and machine cannot be built."""

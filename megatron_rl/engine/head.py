@@ -83,11 +83,13 @@ class Head:
         denominators: Denominators,
         measured: Measured,
     ) -> Tensor:
-        """Cross-entropy of layer `depth` for multi-token prediction, a share like the loss's; no gradient for the output layer."""
+        """Cross-entropy of layer `depth` for multi-token prediction, a share like the loss's; no gradient for the output
+        layer."""
         sets, scored = targets_ahead(microbatch.source, depth, microbatch.slices.own)
         out = keep_set_log_probs(
-            hidden.squeeze(1), weight.detach(), sets, temperature=torch.ones_like(microbatch.temperature), vocab_size=self.vocab_size,
-            group=self.group if self.group.size() > 1 else None, sequence_parallel=self.sequence_parallel,
+            hidden.squeeze(1), weight.detach(), sets, temperature=torch.ones_like(microbatch.temperature),
+            vocab_size=self.vocab_size, group=self.group if self.group.size() > 1 else None,
+            sequence_parallel=self.sequence_parallel,
         )  # fmt: skip
         log_probs = gather_positions(out.log_probs, microbatch.slices, self.context, sum_gradients=False)
         measured.mean(f"mtp_loss_{depth}", -log_probs, torch.from_numpy(scored).to(log_probs.device))

@@ -79,7 +79,7 @@ class LocalParameters:
 
     @torch.no_grad()
     def swap(self, weights: Weights) -> None:
-        """Exchange the model's values and `weights` in place, one tensor at a time: the device holds no second copy of the model."""
+        """Exchange the model's values and `weights` in place, one tensor at a time: the device needs no second copy."""
         for key, parameter in self._tensors.items():
             current = parameter.cpu().clone()
             parameter.copy_(weights[key])

@@ -1,7 +1,8 @@
 """NVFP4 in the trainer: the values that the servers hold, in place of the weights, for the length of a pass.
 
-The weights themselves stay what the optimizer updates and checkpoints keep. During passes each quantised parameter points at its NVFP4
-values instead, whatever module it belongs to; gradients are those with respect to these values and go straight through to the weights.
+The weights themselves stay what the optimizer updates and checkpoints keep. During passes each quantised parameter points at its
+NVFP4 values instead, whatever module it belongs to; gradients are those with respect to these values and go straight through to
+the weights.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +33,8 @@ from megatron_rl.wire.tensor_spec import TensorSpec
 class PolicyQuantiser:
     """One rank's quantised parameters. Values are computed once for each state of the weights, however many passes use them.
 
-    parameters: of this rank, as it holds them. The global scales are those of whole matrices at any layout: a collective of all ranks.
+    parameters: of this rank, as it holds them. The global scales are those of whole matrices at any layout: a collective of all
+        ranks.
     """
 
     def __init__(self, selection: Selection, parameters: Iterable[tuple[HeldParameter, Tensor]], device: torch.device) -> None:
@@ -129,8 +131,8 @@ def check_input_quantisation(*, has_transformer_engine: bool) -> None:
 
 
 def quantise_inputs(modules: Iterable[torch.nn.Module], amax: float, device: torch.device) -> None:
-    """From now on these linear maps multiply NVFP4 activations. The global scale is a constant: it depends neither on how tokens are cut
-    into microbatches nor on the layout, and servers have one that was fixed beforehand as well."""
+    """From now on these linear maps multiply NVFP4 activations. The global scale is a constant: it depends neither on how tokens
+    are cut into microbatches nor on the layout, and servers have one that was fixed beforehand as well."""
     limit = torch.tensor(amax, device=device)
     for module in modules:
         module.register_forward_pre_hook(partial(_with_quantised_input, limit))

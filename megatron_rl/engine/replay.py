@@ -1,7 +1,7 @@
 """Routing replay: each microbatch goes to the experts that its rollouts recorded, under any schedule.
 
-Megatron's own RouterReplay keeps one list for the whole process and takes whatever it is given. Here each MoE layer of a model
-has a handle of its own, which its router asks in place of Megatron's object. For every microbatch the engine checks the rows
+Megatron's own RouterReplay keeps one list for the whole process and accepts whatever it is given. Here each MoE layer of a model
+has its own handle, which its router asks in place of Megatron's object. For every microbatch the engine checks the rows
 once, binds them for the forward pass of one chunk, and leaves them in the handles' queues for the recomputation in the
 backward pass:
 
@@ -18,13 +18,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.errors import RunError
 
-class RouteError(ValueError):
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+
+class RouteError(RunError, ValueError):
     """Routes that a router cannot follow: the message names the place, the value and the rule."""
 
 
@@ -49,8 +56,18 @@ def make_routes(
 ) -> Routes:
     """Check the rows of one microbatch, cut to this rank's tokens.
 
-    experts: u8 | u16 [T, L, K], the layers in the order of the model; recorded: bool [T]; positions: i64 [T], the rows' among the N of the
-    microbatch. own: i64 [T], the positions that this rank's routers see. Raises RouteError at the first broken rule.
+    Args:
+        experts: u8 | u16 [T, L, K], the layers in the order of the model.
+        recorded: bool [T], which rows have a route.
+        positions: i64 [T], the rows' positions among the N of the microbatch.
+        own: i64 [T], the positions that this rank's routers see.
+        num_layers: L, MoE layers of this rank.
+        num_experts: Of a layer.
+        top_k: K, experts per token.
+        device: Of the routers.
+
+    Raises:
+        RouteError: At the first broken rule.
     """
     if not np.array_equal(positions, own):
         count = min(len(positions), len(own))
@@ -59,8 +76,8 @@ def make_routes(
             f"; row {differing[0]} is of position {positions[differing[0]]}, not {own[differing[0]]}" if len(differing) else ""
         )
         raise RouteError(
-            f"{len(positions)} routes are not those of this rank's {len(own)} tokens{first}; rule: routes are cut by the layout and the coordinates of "
-            "their own rank (batching.cut_routes)"
+            f"{len(positions)} routes are not those of this rank's {len(own)} tokens{first}; "
+            "rule: routes are cut by the layout and the coordinates of their own rank (batching.cut_routes)"
         )
     shape = (len(own), num_layers, top_k)
     if experts.shape != shape:
@@ -100,16 +117,18 @@ class LayerRoutes:
     """Whether this layer's router runs a second time in the backward pass."""
 
     def bind(self, experts: Tensor, recorded: Tensor | None) -> None:
+        """Start of a forward pass: its experts, i64 [T, K], and which tokens have a route, bool [T]; None: all."""
         self._bound = (experts, recorded)
 
     def unbind(self, keep: bool) -> None:
         """End of a forward pass. keep: its backward pass will follow."""
         if keep and self.recomputes:
+            assert self._bound is not None
             self._queue.append(self._bound)
         self._bound = None
 
     def forget(self) -> int:
-        """Drop what a schedule left behind; returns how many microbatches that was."""
+        """Drop what a schedule left over; returns how many microbatches that was."""
         left = len(self._queue) + (self._bound is not None)
         self._queue.clear()
         self._bound = None
@@ -121,10 +140,22 @@ class LayerRoutes:
         topk: int,
         num_groups: int | None = None,
         group_topk: int | None = None,
-        default_compute_topk: Callable | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores and numbers of the experts of each token, [T, K] each; the scores are gathered, so that gradients reach the
-        router."""
+        """Choose the experts of each token: the bound ones, or the live router's.
+
+        Args:
+            scores: [T, experts], the router's.
+            topk: K, experts per token.
+            num_groups: For the live router: groups of experts.
+            group_topk: For the live router: groups that a token may use.
+            default_compute_topk: The live router's choice; Megatron always gives it.
+
+        Returns:
+            Scores and numbers of the experts of each token, [T, K] each. The scores are gathered, so that gradients reach the
+            router.
+        """
+        assert default_compute_topk is not None
         bound = self._bound if self._bound is not None else (self._queue.popleft() if self._queue else None)
         if bound is None:  # a pass without replay
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -140,14 +171,24 @@ class LayerRoutes:
 
 
 class RoutingReplay:
-    """The handles of one model: of each chunk, its MoE layers in order."""
+    """The handles of one model: of each chunk, its MoE layers in order.
 
-    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+    Args:
+        chunks: This rank's chunks of the model.
+    """
+
+    def __init__(self, chunks: "Sequence[GPTModel]") -> None:
         self._handles = [[_attach(layer) for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")] for chunk in chunks]
 
     @contextmanager
     def bound(self, chunk: int, routes: Routes | None, *, backward_follows: bool) -> Iterator[None]:
-        """The routers of a chunk follow their own layers of `routes` within the block; None: they choose."""
+        """Within the block the routers of a chunk follow their own layers of `routes`.
+
+        Args:
+            chunk: Number of the chunk on this rank.
+            routes: Of one microbatch; None: the routers choose.
+            backward_follows: Keep the routes for a recomputation in the backward pass.
+        """
         handles = self._handles[chunk]
         if routes is None or not handles:
             yield
@@ -172,12 +213,12 @@ class RoutingReplay:
             handle.forget()
 
 
-def _attach(layer: torch.nn.Module) -> LayerRoutes:
+def _attach(layer: "TransformerLayer") -> LayerRoutes:
     router, config = layer.mlp.router, layer.config
     if config.moe_router_fusion or config.moe_router_load_balancing_type == "sinkhorn":
         # Both choose experts without asking the handle.
         raise RouteError(
-            "routing replay does not reach a fused router or sinkhorn: leave moe_router_fusion off, balancing 'none'"
+            "routing replay does not reach a fused router or sinkhorn: turn moe_router_fusion off, and set balancing to 'none'"
         )
     recomputes = config.recompute_granularity == "full" or bool(
         config.recompute_granularity and "moe" in config.recompute_modules

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -15,19 +15,26 @@ from megatron_rl.batching import alignment_of
 from megatron_rl.engine.batch import DeviceMicrobatch
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.replay import RoutingReplay
+from megatron_rl.errors import RunError
 
 Finish = Callable[[Tensor, DeviceMicrobatch], tuple[Tensor, Any]]
 """On the last stage: (hidden states, microbatch) to (a scalar to differentiate, what is kept of the microbatch)."""
 
 
-class ScheduleError(ValueError):
+class ScheduleError(RunError, ValueError):
     """Microbatches that no schedule of this layout can run."""
 
 
 class Schedule:
-    """Forward and backward passes of one model on one rank; `chunks` are its virtual pipeline chunks, wrapped for training."""
+    """Forward and backward passes of one model on one rank.
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], replay: RoutingReplay, groups: ParallelGroups) -> None:
+    Args:
+        chunks: The model's virtual pipeline chunks, wrapped for training.
+        replay: The handles of the same chunks' routers.
+        groups: This rank's process groups.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], replay: RoutingReplay, groups: ParallelGroups) -> None:
         self._chunks, self._replay, self._groups = list(chunks), replay, groups
         for chunk in self._chunks:
             # The loss is divided by its global denominator already: Megatron must not divide the gradients by a number of tokens.
@@ -43,9 +50,19 @@ class Schedule:
     def run(
         self, microbatches: Sequence[DeviceMicrobatch], finish: Finish, *, forward_only: bool = False, reduce_fully: bool = False
     ) -> list[Any]:
-        """Returns what `finish` kept of each microbatch, in order; on the last stage only, [] elsewhere.
+        """Run all microbatches; a collective.
 
-        reduce_fully: leave whole gradients on each data-parallel rank, not only the part that its optimizer needs.
+        Args:
+            microbatches: The same number on all ranks.
+            finish: Ends each microbatch's forward pass on the last stage.
+            forward_only: Without gradient.
+            reduce_fully: Leave the complete gradient on each data-parallel rank, not only the part that its optimizer needs.
+
+        Returns:
+            What `finish` kept of each microbatch, in order; on the last stage only, [] elsewhere.
+
+        Raises:
+            ScheduleError: The layout cannot run these microbatches.
         """
         self._check(microbatches)
         self._set_training(not forward_only)
@@ -53,11 +70,14 @@ class Schedule:
             with torch.set_grad_enabled(not forward_only):
                 kept = get_forward_backward_func()(
                     forward_step_func=partial(self._forward_step, finish, not forward_only),
-                    data_iterator=[iter(microbatches) for _ in self._chunks], model=self._chunks,
+                    data_iterator=[iter(microbatches) for _ in self._chunks],
+                    model=self._chunks,
                     num_microbatches=len(microbatches),
-                    seq_length=max(m.source.num_positions for m in microbatches), micro_batch_size=1, forward_only=forward_only,
+                    seq_length=max(m.source.num_positions for m in microbatches),
+                    micro_batch_size=1,
+                    forward_only=forward_only,
                     force_all_reduce=reduce_fully,
-                )  # fmt: skip
+                )
         except BaseException:
             self._replay.abandon()
             raise
@@ -67,7 +87,7 @@ class Schedule:
         return kept
 
     def _forward_step(
-        self, finish: Finish, backward_follows: bool, microbatches: Iterator[DeviceMicrobatch], chunk: torch.nn.Module
+        self, finish: Finish, backward_follows: bool, microbatches: Iterator[DeviceMicrobatch], chunk: DistributedDataParallel
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
         microbatch = next(microbatches)
         number = next(n for n, own in enumerate(self._chunks) if own is chunk)
@@ -86,8 +106,7 @@ class Schedule:
             chunk.train(training)
 
     def _check(self, microbatches: Sequence[DeviceMicrobatch]) -> None:
-        """All ranks must run the same number: experts and gradients are exchanged between them, and a rank with fewer would
-        hang the rest."""
+        """All ranks must run the same number: they exchange experts and gradients, and one with fewer would hang the rest."""
         count = len(microbatches)
         extremes = torch.tensor([count, -count], device=self._groups.device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
@@ -95,22 +114,24 @@ class Schedule:
         if fewest != most:
             raise ScheduleError(
                 f"rank {self._groups.rank} has {count} microbatches, others from {fewest} to {most}; "
-                "add empty ones, so that all have as many"
+                "add empty ones, so that all have the same number"
             )
         if count == 0 or count % self.microbatch_multiple:
             raise ScheduleError(
-                f"{count} microbatches; this layout runs a positive multiple of {self.microbatch_multiple}; add empty ones"
+                f"{count} microbatches; with this layout their number must be a positive multiple of {self.microbatch_multiple}; "
+                "add empty ones"
             )
         wanted = alignment_of(self._groups.layout, self._chunks[0].module.config.sequence_parallel)
         if uneven := [m.source.num_positions for m in microbatches if m.source.num_positions % wanted.total]:
             raise ScheduleError(
-                f"microbatches of {uneven} positions; with this layout they are multiples of {wanted.total}: "
-                "pad with a segment of its own"
+                f"microbatches of {uneven} positions; with this layout they must be multiples of {wanted.total}; "
+                "pad with a separate segment"
             )
         lengths = {int(length) for m in microbatches for length in np.diff(m.source.segment_ends)}
         if uneven := sorted(length for length in lengths if length % wanted.segment):
             raise ScheduleError(
-                f"sequences of {uneven} positions; with context parallelism they are multiples of {wanted.segment}: pad their ends"
+                f"sequences of {uneven} positions; with context parallelism they must be multiples of {wanted.segment}; "
+                "pad their ends"
             )
         if len({m.routes is None for m in microbatches}) > 1:
-            raise ScheduleError("some microbatches bring routes and some do not; a schedule replays all of them or none")
+            raise ScheduleError("some microbatches have routes and some have none; a schedule replays all of them or none")

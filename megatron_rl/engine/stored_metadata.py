@@ -1,4 +1,4 @@
-"""`.metadata` of a torch_dist checkpoint, which is a pickle: read so that a folder from elsewhere cannot run anything."""
+"""`.metadata` of a torch_dist checkpoint is a pickle: it is read so that a foreign folder cannot run code."""
 
 import pickle
 from pathlib import Path
@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_rl.errors import UserError
 
-class MetadataError(ValueError):
-    """A `.metadata` that cannot be read, or that asks for more than a checkpoint needs."""
+
+class MetadataError(UserError, ValueError):
+    """A `.metadata` that cannot be read, or that names more than a checkpoint needs."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes only what a checkpoint's metadata consist of."""
+    """Makes only the types that a checkpoint's metadata consist of."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name) if module.partition(".")[0] in ("torch", "collections", "megatron") else None
@@ -29,8 +31,13 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(file: Path) -> Metadata:
+    """Read the file as data.
+
+    Raises:
+        MetadataError: The file cannot be read, or names more than a checkpoint needs.
+    """
     try:
-        with open(file, "rb") as stream:
+        with file.open("rb") as stream:
             return _MetadataUnpickler(stream).load()
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
         raise MetadataError(f"{file} cannot be read: {error}") from error

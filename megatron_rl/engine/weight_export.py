@@ -16,10 +16,17 @@ _BUCKET_BYTES = 64 * 2**20
 
 
 class WeightExport:
-    """All tensors of the model, in the table's order; can be iterated again, and then gives the values of that moment.
+    """All tensors of the model, in the table's order. It can be iterated again, and then gives the values of that moment.
 
-    Iterating is a collective: every rank goes through all of it, rank 0 gets (name, tensor) and the others (name, None). The
-    tensor may be a view of a buffer that is used again: it is valid until the next one is asked for.
+    Iterating is a collective: every rank iterates over all of it, rank 0 gets (name, tensor) and the others (name, None). The
+    tensor may be a view of a buffer that is used again: it is valid until the next one is requested.
+
+    Args:
+        placement: Of the model, at the run's layout.
+        rank: This process's global rank.
+        device: Where parts are received.
+        dtype: Of tensors for which the table names none.
+        shard_of: This rank's part of a parameter, of the shard's shape.
     """
 
     def __init__(
@@ -35,9 +42,9 @@ class WeightExport:
         self._left_out: frozenset[str] = frozenset()
 
     def without(self, names: set[str]) -> Self:
-        """The same, but for these tensors, which are not sent either."""
+        """The same without these tensors, which are not sent either."""
         fewer = copy.copy(self)
-        fewer._left_out = self._left_out | names
+        fewer._left_out = self._left_out | names  # noqa: SLF001 - a copy of the same class
         return fewer
 
     @property
@@ -60,7 +67,7 @@ class WeightExport:
                     yield from ((name, None) for name in names_completed_by(parameter))
 
     def _buckets(self) -> Iterator[list[Parameter]]:
-        """Neighbours of one dtype whose full tensors come to about _BUCKET_BYTES: the same cuts on every rank."""
+        """Neighbours of one dtype whose full tensors have about _BUCKET_BYTES: the same cuts on every rank."""
         bucket: list[Parameter] = []
         size = 0
         for parameter in self._placement.table.parameters:

@@ -57,11 +57,13 @@ class AdamW(PolicyOptimizer):
                 make_states(optimizer)
 
     def zero_grad(self) -> None:
+        """See PolicyOptimizer."""
         for model in self._models:
             model.zero_grad_buffer()
         self.megatron.zero_grad()
 
     def step(self, learning_rate: float) -> float:
+        """See PolicyOptimizer."""
         # Norms and other vectors are not decayed: Megatron marks their groups with a multiplier of 0.
         for group in self.megatron.param_groups:
             group["lr"] = learning_rate * group.get("lr_mult", 1.0)
@@ -70,6 +72,7 @@ class AdamW(PolicyOptimizer):
         return float(grad_norm)
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """See PolicyOptimizer."""
         for part in parts_of(self.megatron):
             if (found := slice_of(part, parameter)) is not None:
                 updated, _, _ = found
@@ -81,10 +84,12 @@ class AdamW(PolicyOptimizer):
     def sharded_state_dict(
         self, model_state: Mapping[str, Any], metadata: Mapping[str, Any], *, is_loading: bool
     ) -> Mapping[str, Any]:
+        """See PolicyOptimizer."""
         align_step_counts(self.megatron)
         with padding_between_buckets():
             return self.megatron.sharded_state_dict(model_state, is_loading=is_loading, metadata=dict(metadata))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See PolicyOptimizer."""
         self.megatron.load_state_dict(state)
         separate_step_counts(self.megatron)

@@ -33,7 +33,7 @@ class PolicyOptimizer(ABC):
     ) -> None:
         """Start with zero moments and step 0."""
 
-    @classmethod
+    @classmethod  # noqa: B027 - most optimizers train every model
     def check_model(cls, model: ModelArchitecture, config: Config) -> None:
         """Raise UnsupportedModelError for a model that this optimizer's settings do not fit. No collective."""
 
@@ -46,7 +46,7 @@ class PolicyOptimizer(ABC):
     def zero_grad(self) -> None:
         """Clear the gradients, those in Megatron's buffers too. No collective."""
 
-    def begin_step(self) -> None:
+    def begin_step(self) -> None:  # noqa: B027 - most optimizers measure nothing in the passes
         """Prepare for the passes of a step: what was measured before belongs to other passes. No collective."""
 
     @abstractmethod

@@ -41,7 +41,10 @@ def slice_of(part: Any, parameter: Tensor) -> tuple[Tensor, int, int] | None:
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Make zero moments now: PyTorch's AdamW makes them at its first step, and Megatron can neither save nor load without them."""
+    """Make zero moments now.
+
+    PyTorch's AdamW makes them at its first step, and Megatron can neither save nor load without them.
+    """
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         state = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
         step = {"step": torch.zeros((), dtype=torch.float32)} if isinstance(optimizer, torch.optim.AdamW) else {}

@@ -1,8 +1,8 @@
 """Muon inside Megatron's distributed optimizer, which keeps the fp32 masters, the gradient norm, clipping and all communication.
 
 Each data-parallel rank holds a slice of every parameter, its gradient and its states. Before AdamW steps, Muon updates its own
-slices and takes their gradients away, so that AdamW passes over them. A parameter of Muon's has the state "exp_avg", its momentum,
-and no second moment.
+slices and takes their gradients away, so that AdamW passes over them. A parameter of Muon's has the state "exp_avg", its
+momentum, and no second moment.
 """
 
 import functools
@@ -55,26 +55,31 @@ class Muon(AdamW):
 
     @classmethod
     def check_model(cls, model: ModelArchitecture, config: Config) -> None:
+        """QK-clip needs an attention without norms of q and k."""
         threshold = config.optimizer.muon.qk_clip
         if threshold is not None and isinstance(model.attention, GroupedQueryAttention) and model.attention.qk_norm:
             raise UnsupportedModelError(
-                f"optimizer.muon.qk_clip = {threshold}: this {model.model_type} normalises q and k after their projections, so that "
-                "scaling these changes no logit, and the norms' weights bound the logits; leave qk_clip out"
+                f"optimizer.muon.qk_clip = {threshold}: this {model.model_type} normalises q and k after their projections, "
+                "so that scaling these changes no logit, and the norms' weights bound the logits; leave qk_clip out"
             )
 
     @classmethod
     def model_settings(cls, config: Config) -> dict[str, Any]:
+        """QK-clip needs the largest attention logits."""
         return {"qk_clip": config.optimizer.muon.qk_clip is not None}  # core attention measures; what follows from it is ours
 
     def begin_step(self) -> None:
+        """See PolicyOptimizer."""
         if self._qk_clip:
             self._qk_clip.forget()
 
     def step(self, learning_rate: float) -> float:
+        """See PolicyOptimizer."""
         self._rates = muon_rates(self._section, learning_rate)
         return super().step(learning_rate)
 
     def metrics(self) -> dict[str, Metric]:
+        """The largest attention logit of the step, with QK-clip."""
         return {"max_attention_logit": Metric("max", self._qk_clip.largest_logit)} if self._qk_clip else {}
 
     def _distributed(
@@ -103,12 +108,16 @@ class Muon(AdamW):
         return DistributedMuon(settings, rounds, pieces, stage, groups.device)
 
     def _step_matrices(self) -> None:
-        held = [HeldPiece(updated, part.optimizer.state[updated]["exp_avg"], updated.grad) for part, updated in self._slices]
-        self._muon.step(held, self._rates)
+        self._muon.step([self._held_piece(part, updated) for part, updated in self._slices], self._rates)
         for part, updated in self._slices:
             updated.grad = None
             if "step" in (state := part.optimizer.state[updated]):  # PyTorch's AdamW: Megatron wants one count for all
                 state["step"] += 1
+
+    @staticmethod
+    def _held_piece(part: Any, updated: Tensor) -> HeldPiece:
+        assert updated.grad is not None
+        return HeldPiece(updated, part.optimizer.state[updated]["exp_avg"], updated.grad)
 
 
 def muon_rates(section: sections.Optimizer, learning_rate: float) -> MuonRates:

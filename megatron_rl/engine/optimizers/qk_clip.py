@@ -1,7 +1,7 @@
 """QK-clip on the ranks: the largest attention logits of a step, and the rows of this rank's masters that they scale.
 
-Core attention measures: ours on a CPU, Transformer Engine's (2.9 or later) on a GPU, both into `current_max_attn_logits` [heads of
-this tensor-parallel rank] of the module.
+Core attention measures: ours on a CPU, Transformer Engine's (2.9 or later) on a GPU, both into `current_max_attn_logits` [heads
+of this tensor-parallel rank] of the module.
 """
 
 from collections import defaultdict

@@ -44,4 +44,4 @@ def test_a_sequence_that_lies_on_several_ranks_is_one_sequence(one: RankPool, fo
 
 def test_sequences_that_cannot_be_cut_are_refused(four: RankPool) -> None:
     for message in four.run(step_with_an_unpadded_sequence, Setting(layout=Layout(4, cp=2), routing_replay=False)):
-        assert "with context parallelism they are multiples of 4" in message
+        assert "with context parallelism they must be multiples of 4" in message
