@@ -20,9 +20,11 @@ def attention_settings(model: ModelArchitecture) -> dict[str, Any]:
 
 def _grouped_query_settings(attention: GroupedQueryAttention, num_layers: int) -> dict[str, Any]:
     settings: dict[str, Any] = {
-        "kv_channels": attention.head_dim, "qk_layernorm": attention.qk_norm, "add_qkv_bias": attention.qkv_bias,
+        "kv_channels": attention.head_dim,
+        "qk_layernorm": attention.qk_norm,
+        "add_qkv_bias": attention.qkv_bias,
         "softmax_type": "learnable" if attention.sinks else "vanilla",
-    }  # fmt: skip
+    }
     if attention.windowed_layers:
         assert attention.window is not None
         settings["window_size"] = (attention.window - 1, 0)  # Megatron counts the tokens before and after a token
@@ -32,11 +34,14 @@ def _grouped_query_settings(attention: GroupedQueryAttention, num_layers: int) -
 
 def _latent_settings(attention: LatentAttention) -> dict[str, Any]:
     return {
-        "multi_latent_attention": True, "q_lora_rank": attention.q_lora_rank, "kv_lora_rank": attention.kv_lora_rank,
-        "qk_head_dim": attention.qk_nope_head_dim, "qk_pos_emb_head_dim": attention.qk_rope_head_dim,
+        "multi_latent_attention": True,
+        "q_lora_rank": attention.q_lora_rank,
+        "kv_lora_rank": attention.kv_lora_rank,
+        "qk_head_dim": attention.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": attention.qk_rope_head_dim,
         "v_head_dim": attention.v_head_dim,
         "qk_layernorm": True,
-    }  # fmt: skip
+    }
 
 
 def _latent_rope_settings(rope: Rope) -> dict[str, Any]:
@@ -50,11 +55,15 @@ def _latent_rope_settings(rope: Rope) -> dict[str, Any]:
             "and its bounds rounded, over the whole rotary part of a head"
         )
     return {
-        "rope_type": "yarn", "rotary_base": rope.theta, "rotary_scaling_factor": rope.factor, "beta_fast": yarn.beta_fast,
+        "rope_type": "yarn",
+        "rotary_base": rope.theta,
+        "rotary_scaling_factor": rope.factor,
+        "beta_fast": yarn.beta_fast,
         "beta_slow": yarn.beta_slow,
-        "original_max_position_embeddings": yarn.original_max_position_embeddings, "mscale": yarn.mscale,
+        "original_max_position_embeddings": yarn.original_max_position_embeddings,
+        "mscale": yarn.mscale,
         "mscale_all_dim": yarn.mscale_all_dim,
-    }  # fmt: skip
+    }
 
 
 def gate_settings(model: ModelArchitecture) -> dict[str, Any]:
@@ -62,10 +71,13 @@ def gate_settings(model: ModelArchitecture) -> dict[str, Any]:
     if model.swiglu_limit is None:
         return {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": model.linear_biases}
     return {
-        "gated_linear_unit": True, "activation_func": quick_gelu, "activation_func_clamp_value": model.swiglu_limit,
+        "gated_linear_unit": True,
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": model.swiglu_limit,
         "glu_linear_offset": 1.0,
-        "add_bias_linear": model.linear_biases, "bias_dropout_fusion": False,
-    }  # fmt: skip
+        "add_bias_linear": model.linear_biases,
+        "bias_dropout_fusion": False,
+    }
 
 
 def expert_settings(model: ModelArchitecture, *, grouped_products: bool) -> dict[str, Any]:
@@ -79,12 +91,16 @@ def expert_settings(model: ModelArchitecture, *, grouped_products: bool) -> dict
     if moe is None:
         return {"moe_token_dispatcher_type": "alltoall"}  # unused; with the default Megatron refuses stages of packed sequences
     settings = {
-        "num_moe_experts": moe.num_experts, "moe_ffn_hidden_size": moe.ffn_hidden_size, "moe_router_topk": moe.top_k,
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_router_topk": moe.top_k,
         "moe_layer_freq": model.moe_layer_freq,
-        "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": grouped_products,
         "moe_router_score_function": moe.scoring,
-    }  # fmt: skip
+    }
     if moe.shared_ffn_hidden_size:
         settings["moe_shared_expert_intermediate_size"] = moe.shared_ffn_hidden_size
     if moe.scoring == "softmax":
@@ -94,12 +110,13 @@ def expert_settings(model: ModelArchitecture, *, grouped_products: bool) -> dict
         return settings | {"moe_router_pre_softmax": not moe.normalize_top_k, "moe_router_dtype": None}
     return settings | dict(
         # As in Hugging Face, the product too is in fp32: the scores are close to one another, and the bias is in fp32.
-        moe_router_dtype="fp32", moe_router_topk_scaling_factor=moe.scaling_factor,
+        moe_router_dtype="fp32",
+        moe_router_topk_scaling_factor=moe.scaling_factor,
         moe_router_enable_expert_bias=moe.selection_bias,
         # The rollouts' routes are replayed: a trainer that moved the bias by its own count would change the policy unnoticed.
         moe_router_bias_update_rate=0.0,
         **({"moe_router_num_groups": moe.num_groups, "moe_router_group_topk": moe.top_k_groups} if moe.num_groups > 1 else {}),
-    )  # fmt: skip
+    )
 
 
 def rope_arguments(model: ModelArchitecture) -> dict[str, Any]:
@@ -110,11 +127,13 @@ def rope_arguments(model: ModelArchitecture) -> dict[str, Any]:
     if rope.kind == "yarn" and rope.fraction != 1.0:
         raise UnsupportedModelError(f"{rope}: Megatron-Core's YaRN rotates whole heads")
     return {
-        "position_embedding_type": "yarn" if rope.kind == "yarn" else "rope", "rotary_base": rope.theta,
+        "position_embedding_type": "yarn" if rope.kind == "yarn" else "rope",
+        "rotary_base": rope.theta,
         "rotary_percent": rope.fraction,
-        "rope_scaling": rope.kind == "llama3", "rope_scaling_factor": rope.factor,
+        "rope_scaling": rope.kind == "llama3",
+        "rope_scaling_factor": rope.factor,
         "seq_len_interpolation_factor": rope.factor if rope.kind == "linear" else None,
-    }  # fmt: skip
+    }
 
 
 def yarn_attributes(rope: Rope) -> dict[str, Any]:
@@ -123,8 +142,11 @@ def yarn_attributes(rope: Rope) -> dict[str, Any]:
     if yarn is None:
         return {}
     return {
-        "yarn_rotary_scaling_factor": rope.factor, "yarn_original_max_position_embeddings": yarn.original_max_position_embeddings,
-        "yarn_beta_fast": yarn.beta_fast, "yarn_beta_slow": yarn.beta_slow, "yarn_mscale": yarn.mscale,
+        "yarn_rotary_scaling_factor": rope.factor,
+        "yarn_original_max_position_embeddings": yarn.original_max_position_embeddings,
+        "yarn_beta_fast": yarn.beta_fast,
+        "yarn_beta_slow": yarn.beta_slow,
+        "yarn_mscale": yarn.mscale,
         "yarn_mscale_all_dim": yarn.mscale_all_dim,
         "yarn_correction_range_round_to_int": yarn.truncate,
-    }  # fmt: skip
+    }

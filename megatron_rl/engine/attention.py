@@ -79,7 +79,7 @@ class PackedAttention(torch.nn.Module):
             if end > start
         ]
         if self.measures_logits:
-            for q, k, _, place in sequences:
+            for q, k, _value, place in sequences:
                 self._measure(q.detach(), k.detach(), place)
         attend = self._attend if self.softmax_offset is None else self._attend_with_sinks
         return torch.cat([attend(*sequence) for sequence in sequences])

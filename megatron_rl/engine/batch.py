@@ -25,32 +25,49 @@ class DeviceMicrobatch:
     routes: Routes | None
     temperature: Tensor  # f32 [n]
     keep_sets: KeepSets
-    """Of the n positions. On the CPU: the head plans from it without waiting for the device."""
+    """Of the n positions. On the CPU: the head makes its shard plan from it without waiting for the device."""
     old_logprobs: Tensor | None = None  # f32 [N]
     reference_logprobs: Tensor | None = None  # f32 [N]
 
 
 def to_device(
-    microbatch: Microbatch, slices: SequenceSlice, device: torch.device, routes: Routes | None = None, *,
-    old_logprobs: np.ndarray | None = None, reference_logprobs: np.ndarray | None = None,
-) -> DeviceMicrobatch:  # fmt: skip
-    """old_logprobs, reference_logprobs: f32 [N], as `Engine.score` gave them for this microbatch."""
+    microbatch: Microbatch,
+    slices: SequenceSlice,
+    device: torch.device,
+    routes: Routes | None = None,
+    *,
+    old_logprobs: np.ndarray | None = None,
+    reference_logprobs: np.ndarray | None = None,
+) -> DeviceMicrobatch:
+    """Copy this rank's positions of a microbatch to its device.
+
+    Args:
+        microbatch: N positions.
+        slices: Which of them this rank holds.
+        device: Of the model.
+        routes: Of this rank's tokens; None: no replay.
+        old_logprobs: f32 [N], as `Engine.score` gave them for this microbatch.
+        reference_logprobs: f32 [N], as `Engine.score_reference` gave them for this microbatch.
+    """
     return DeviceMicrobatch(
-        source=microbatch, slices=slices, tokens=_tensor(microbatch.tokens[slices.own], torch.int64, device)[None],
+        source=microbatch,
+        slices=slices,
+        tokens=_tensor(microbatch.tokens[slices.own], torch.int64, device)[None],
         positions=_tensor(microbatch.positions[slices.own], torch.int64, device)[None],
-        packing=_packing(microbatch, device, is_cut=len(slices.own) < microbatch.num_positions), routes=routes,
+        packing=_packing(microbatch, device, is_cut=len(slices.own) < microbatch.num_positions),
+        routes=routes,
         temperature=_tensor(microbatch.temperature[slices.own], torch.float32, device),
         keep_sets=_keep_sets(microbatch, slices.own),
         old_logprobs=_scores("old_logprobs", old_logprobs, microbatch, device),
         reference_logprobs=_scores("reference_logprobs", reference_logprobs, microbatch, device),
-    )  # fmt: skip
+    )
 
 
 def _packing(microbatch: Microbatch, device: torch.device, *, is_cut: bool) -> PackedSeqParams:
     ends = _tensor(microbatch.segment_ends, torch.int32, device)
     longest = int(np.diff(microbatch.segment_ends).max())
-    # With context parallelism Transformer Engine asks for these, too. A sequence's padding is a part of it here: it lies behind
-    # the tokens, which do not see it.
+    # With context parallelism Transformer Engine needs these, too. A sequence's padding is a part of it here: it comes after
+    # the tokens, which do not attend to it.
     padded = {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends} if is_cut else {}
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest, **padded
@@ -67,7 +84,7 @@ def _scores(name: str, values: np.ndarray | None, microbatch: Microbatch, device
         return None
     if values.shape != microbatch.tokens.shape:
         raise ValueError(
-            f"{name} has shape {values.shape}; it has one value for each of the {microbatch.num_positions} positions"
+            f"{name} has shape {values.shape}; it must have one value for each of the {microbatch.num_positions} positions"
         )
     return _tensor(values, torch.float32, device)
 

@@ -1,7 +1,7 @@
 """Model and optimizer on disk, in Megatron's distributed format: written at one layout, read at any other.
 
 The policy's randomness is not part of it: weights are drawn by name before the first step, and nothing drops out afterwards.
-Megatron keeps names and settings as pickled objects beside the tensors. They are read as data: what would run something is
+Megatron keeps names and settings as pickled objects next to the tensors. They are read as data: what would run something is
 refused.
 
 On a GPU Megatron starts helper processes while it saves, and these import the main module again: the program that trains needs
@@ -11,7 +11,7 @@ the usual `if __name__ == "__main__"` guard.
 import os
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.engine.optimizers import PolicyOptimizer
 from megatron_rl.engine.stored_metadata import MetadataError, read_metadata
+from megatron_rl.errors import RunError
 from megatron_rl.weight_mapping import ModelArchitecture
 
 _CONTENT = {
@@ -37,8 +38,8 @@ _CONTENT = {
 of its own."""
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written there, is not whole, or is of another model."""
+class EngineCheckpointError(RunError, RuntimeError):
+    """A checkpoint that cannot be written there, is incomplete, or is of another model or optimizer."""
 
 
 def save_checkpoint(
@@ -49,9 +50,21 @@ def save_checkpoint(
     dtype: str,
     step: int,
 ) -> None:
-    """Write aside, then rename: a folder under its final name is whole. All ranks call it; all return when it is there."""
-    aside = folder.with_name(f".{folder.name}.part")
-    _on_first_rank(lambda: _make_room(folder, aside))
+    """Write into a staging folder, then rename: a folder under its final name is complete. A collective.
+
+    Args:
+        folder: Must not exist.
+        models: This rank's chunks, wrapped for training.
+        optimizer: Theirs.
+        architecture: What the model is.
+        dtype: Of the model, as in `model.dtype`.
+        step: Returned by `load_checkpoint`.
+
+    Raises:
+        EngineCheckpointError: The folder exists, or cannot be written.
+    """
+    staging = folder.with_name(f".{folder.name}.part")
+    _on_first_rank(lambda: _make_room(folder, staging))
     state = _sharded_state(models, optimizer, is_loading=False)
     state |= {
         "step": step,
@@ -60,10 +73,10 @@ def save_checkpoint(
         "trained_by": optimizer.name,
     }
     try:
-        dist_checkpointing.save(state, str(aside), content_metadata=dict(_CONTENT))
+        dist_checkpointing.save(state, str(staging), content_metadata=dict(_CONTENT))
     except CheckpointException as error:  # which is no Exception
-        raise CheckpointError(f"{aside} cannot be written: {_first_line(error)}") from error
-    _on_first_rank(lambda: _publish(aside, folder))
+        raise EngineCheckpointError(f"{staging} cannot be written: {_first_line(error)}") from error
+    _on_first_rank(lambda: _publish(staging, folder))
 
 
 def load_checkpoint(
@@ -73,9 +86,25 @@ def load_checkpoint(
     architecture: ModelArchitecture,
     dtype: str,
 ) -> int:
-    """Fill model and optimizer; returns the step. CheckpointError for a folder that is not whole, or of another model."""
+    """Fill model and optimizer; a collective.
+
+    Args:
+        folder: From `save_checkpoint`, at this or any other layout.
+        models: This rank's chunks, wrapped for training.
+        optimizer: Theirs.
+        architecture: What the model is.
+        dtype: Of the model, as in `model.dtype`.
+
+    Returns:
+        The step that it was saved with.
+
+    Raises:
+        EngineCheckpointError: The folder is incomplete, damaged, or of another model or optimizer.
+    """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
-        raise CheckpointError(f"{folder} is not a whole checkpoint: it has no metadata.json; take an earlier one, or start anew")
+        raise EngineCheckpointError(
+            f"{folder} is not a complete checkpoint: it has no metadata.json; use an earlier one, or start a new run"
+        )
     with _reading_data_only(folder):
         _check_content(folder, asdict(architecture), dtype, optimizer.name)
         state = dist_checkpointing.load(_sharded_state(models, optimizer, is_loading=True), str(folder))
@@ -96,15 +125,18 @@ def _sharded_state(
 
 @contextmanager
 def _reading_data_only(folder: Path) -> Iterator[None]:
-    """Neither `.metadata` nor an object beside the tensors may make more than plain values, wherever the folder comes from; what
-    cannot be read is said with its folder. torch and Megatron read both by pickle, and some objects without weights_only."""
+    """Neither `.metadata` nor an object next to the tensors may make more than plain values, wherever the folder comes from.
+
+    What cannot be read is reported with its folder. torch and Megatron read both by pickle, and some objects without
+    weights_only.
+    """
     try:
         read_metadata(folder / ".metadata")
         with _environment({"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}):
             yield
     except (CheckpointException, CheckpointingException, MetadataError, pickle.UnpicklingError, OSError, EOFError) as error:
-        remedy = "take an earlier checkpoint; of a foreign one only the weights, by megatron-rl convert megatron-to-hf"
-        raise CheckpointError(f"{folder} cannot be read: {_first_line(error)}; {remedy}") from error
+        remedy = "use an earlier checkpoint; of a foreign one use only the weights, by megatron-rl convert megatron-to-hf"
+        raise EngineCheckpointError(f"{folder} cannot be read: {_first_line(error)}; {remedy}") from error
 
 
 @contextmanager
@@ -122,12 +154,13 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """Of what torch has gathered from the ranks, the first rank's own error."""
+    """The first rank's own error, of those that torch has gathered from all ranks."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {_first_line(cause)}"
     if isinstance(error, pickle.UnpicklingError) and "Weights only load failed" in str(error):
-        return "an object beside the tensors is more than data, and is not made"  # torch's own words tell how to make it all the same
+        # torch's own message tells how to make it all the same
+        return "an object next to the tensors is more than data, and is not made"
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
@@ -135,26 +168,30 @@ def _check_content(folder: Path, architecture: dict[str, Any], dtype: str, optim
     found = dist_checkpointing.load_common_state_dict(str(folder))
     saved = {**found.get("architecture", {}), "dtype": found.get("dtype")}
     wanted = {**architecture, "dtype": dtype}
-    wrong = [f"{name} is {saved.get(name)} there and {value} here" for name, value in wanted.items() if saved.get(name) != value]
+    wrong = [
+        f"{name} is {saved.get(name)} there and {value} in this run" for name, value in wanted.items() if saved.get(name) != value
+    ]
     if wrong:
-        raise CheckpointError(f"{folder} is of another model: " + "; ".join(wrong))
-    trained_by = found.get("trained_by", "adamw")  # checkpoints of the time before Muon do not say it
+        raise EngineCheckpointError(f"{folder} is of another model: " + "; ".join(wrong))
+    trained_by = found.get("trained_by", "adamw")  # checkpoints from before Muon do not record it
     if trained_by != optimizer:
-        raise CheckpointError(
+        raise EngineCheckpointError(
             f"{folder} holds the state of optimizer.name = '{trained_by}', which '{optimizer}' cannot continue; keep the "
             "optimizer, or start a new run from the weights: megatron-rl convert megatron-to-hf, then model.path = that folder"
         )
 
 
-def _make_room(folder: Path, aside: Path) -> None:
+def _make_room(folder: Path, staging: Path) -> None:
     if folder.exists():
-        raise CheckpointError(f"{folder} is there already; a checkpoint is never overwritten")
-    shutil.rmtree(aside, ignore_errors=True)  # what an earlier attempt left
-    aside.mkdir(parents=True, mode=0o700)
+        raise EngineCheckpointError(
+            f"{folder} exists already; a checkpoint is never overwritten: remove it, or use another folder"
+        )
+    shutil.rmtree(staging, ignore_errors=True)  # what an earlier attempt left
+    staging.mkdir(parents=True, mode=0o700)
 
 
-def _publish(aside: Path, folder: Path) -> None:
-    os.replace(aside, folder)
+def _publish(staging: Path, folder: Path) -> None:
+    staging.replace(folder)
     directory = os.open(folder.parent, os.O_RDONLY)
     try:
         os.fsync(directory)  # the new name itself is on disk
@@ -162,13 +199,13 @@ def _publish(aside: Path, folder: Path) -> None:
         os.close(directory)
 
 
-def _on_first_rank(work: Any) -> None:
-    """Run `work` on rank 0 while the others wait; its error is raised on all of them, so that none waits for ever."""
+def _on_first_rank(work: Callable[[], None]) -> None:
+    """Run `work` on rank 0 while the others wait; its error is raised on all of them, so that none waits forever."""
     problem: list[Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
             work()
-        except (OSError, CheckpointError) as error:
+        except (OSError, EngineCheckpointError) as error:
             problem[0] = error
     dist.broadcast_object_list(problem, src=0)
     if problem[0] is not None:

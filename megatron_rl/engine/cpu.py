@@ -2,7 +2,7 @@
 
 Megatron-Core writes `device="cuda"` and `torch.cuda.current_device()` in its source, asks `tensor.type()` for
 "torch.cuda.FloatTensor", and synchronises streams. `install()` gives each of these a meaning on the CPU, once in a process and
-only where there is no CUDA device. What is replaced, and why, stands in the tables below and nowhere else.
+only where there is no CUDA device. Everything that is replaced, and why, is in this file.
 """
 
 import contextlib
@@ -17,16 +17,29 @@ import torch.distributed as dist
 import torch.utils._device
 from torch import Tensor
 
+from megatron_rl.errors import UserError
+
 _CHECKED_VERSIONS = ("0.16.", "0.19.")
 
 _FACTORIES = (
-    "arange", "empty", "empty_like", "eye", "full", "full_like", "ones", "ones_like", "rand", "randn", "tensor", "zeros",
+    "arange",
+    "empty",
+    "empty_like",
+    "eye",
+    "full",
+    "full_like",
+    "ones",
+    "ones_like",
+    "rand",
+    "randn",
+    "tensor",
+    "zeros",
     "zeros_like",
-)  # fmt: skip
+)
 """Functions of torch that Megatron calls with a literal device="cuda"."""
 
 
-class UnsupportedMegatronError(RuntimeError):
+class UnsupportedMegatronError(UserError, RuntimeError):
     """This Megatron-Core was not checked with the stand-in."""
 
 
@@ -35,11 +48,14 @@ class NullEvent:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def record(self, *args: Any) -> None: ...
+    def record(self, *args: Any) -> None:
+        """Do nothing."""
 
-    def wait(self, *args: Any) -> None: ...
+    def wait(self, *args: Any) -> None:
+        """Do nothing."""
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Do nothing."""
 
 
 class NullStream:
@@ -47,33 +63,37 @@ class NullStream:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, *args: Any) -> None: ...
+    def wait_stream(self, *args: Any) -> None:
+        """Do nothing."""
 
-    def wait_event(self, *args: Any) -> None: ...
+    def wait_event(self, *args: Any) -> None:
+        """Do nothing."""
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Do nothing."""
 
     def record_event(self, *args: Any) -> NullEvent:
+        """An event that has happened."""
         return NullEvent()
-
-
-_installed = False
 
 
 def install() -> None:
     """Put the stand-in in place; nothing happens on a machine with CUDA, or the second time.
 
-    Raises UnsupportedMegatronError for a Megatron-Core that it was not checked with.
+    Raises:
+        UnsupportedMegatronError: For a Megatron-Core that it was not checked with.
     """
-    global _installed
-    if _installed or torch.cuda.is_available():
-        return
+    if not torch.cuda.is_available():
+        _install_once()
+
+
+@functools.cache
+def _install_once() -> None:
     _check_version()
     _stand_in_for_torch_cuda()
     _redirect_tensors()
     _run_uncompiled()
-    _mend_megatron()
-    _installed = True
+    _fix_megatron()
 
 
 def _check_version() -> None:
@@ -85,7 +105,7 @@ def _check_version() -> None:
 
 def _stand_in_for_torch_cuda() -> None:
     """Streams, events, random state and the current device of a machine whose only device is the CPU."""
-    cuda = torch.cuda
+    cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda device=None: None
     cuda.empty_cache = lambda: None
@@ -100,7 +120,7 @@ def _stand_in_for_torch_cuda() -> None:
 
 
 def _redirect_tensors() -> None:
-    """Tensors asked for on "cuda" are made on the CPU, and call themselves CUDA tensors when asked for their type's name.
+    """Tensors requested on "cuda" are made on the CPU, and their type's name is that of CUDA tensors.
 
     The functions are wrapped, which costs a step a tenth of what a TorchFunctionMode over every operator does.
     """
@@ -108,10 +128,12 @@ def _redirect_tensors() -> None:
     torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.type = _type_of_cuda(torch.Tensor.type)
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.nn.Module.cuda = lambda self, device=None: self
-    torch.Tensor.record_stream = lambda self, stream: None
+    tensor: Any = torch.Tensor
+    module: Any = torch.nn.Module
+    tensor.type = _type_of_cuda(tensor.type)
+    tensor.cuda = lambda self, *args, **kwargs: self
+    module.cuda = lambda self, device=None: self
+    tensor.record_stream = lambda self, stream: None
 
 
 def _on_cpu(factory: Callable) -> Callable:
@@ -137,13 +159,16 @@ def _type_of_cuda(type_of: Callable) -> Callable:
 
 
 def _run_uncompiled() -> None:
-    """Megatron-Core hands small functions (GPT-OSS's gate, the router's bias) to torch.compile. On a CPU each rank would start a
-    C++ compiler in the middle of a step, and ranks that share a cache folder load one another's half-written libraries."""
+    """Turn torch.compile off, to which Megatron-Core passes small functions (GPT-OSS's gate, the router's bias).
+
+    On a CPU each rank would start a C++ compiler in the middle of a step, and ranks that share a cache folder would load one
+    another's half-written libraries.
+    """
     torch.compiler.set_stance("force_eager")
 
 
-def _mend_megatron() -> None:
-    """What Megatron-Core itself gets wrong without a GPU."""
+def _fix_megatron() -> None:
+    """Fix what Megatron-Core itself gets wrong without a GPU."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import mappings
@@ -154,7 +179,7 @@ def _mend_megatron() -> None:
         moe_utils.te_general_gemm = None
     # all_to_all takes its split sizes as numbers; Megatron turns the tensors of sizes into such only where they are on a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_host_values
-    # A checkpoint keeps the step count of PyTorch's AdamW beside the parameters' states, but loading looks for it among them.
+    # A checkpoint keeps the step count of PyTorch's AdamW next to the parameters' states, but loading looks for it among them.
     DistributedOptimizer._set_main_param_and_optimizer_states = _keeps_step(
         DistributedOptimizer._set_main_param_and_optimizer_states
     )
@@ -167,7 +192,7 @@ def _mend_megatron() -> None:
     filesystem_async._results_queue = queue.Queue()
 
 
-def _as_host_values(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _as_host_values(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001 - Megatron's
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 

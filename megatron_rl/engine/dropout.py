@@ -32,8 +32,8 @@ def apply_dropout(chunks: Sequence[GPTModel], probability: float, device: torch.
             hook.remove()
 
 
-def _dropped(random: torch.Generator, probability: float, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-    """output: hidden states, or hidden states and a bias that is added later."""
+def _dropped(random: torch.Generator, probability: float, _module: torch.nn.Module, _inputs: Any, output: Any) -> Any:
+    """A forward hook. output: hidden states, or hidden states and a bias that is added later."""
     hidden: Tensor = output[0] if isinstance(output, tuple) else output
     kept = torch.rand(hidden.shape, generator=random, device=hidden.device) >= probability
     dropped = hidden * kept.to(hidden.dtype) / (1.0 - probability)

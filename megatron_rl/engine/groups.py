@@ -13,12 +13,17 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config
 from megatron_rl.engine import cpu
+from megatron_rl.errors import UserError
 from megatron_rl.topology import Layout, RankCoords
+
+
+class DeterminismError(UserError, ValueError):
+    """The environment contradicts run.deterministic."""
 
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's place, and the process groups that it shares with others. `device` is where its tensors live."""
+    """This rank's place, its process groups, and the device of its tensors."""
 
     layout: Layout
     coords: RankCoords
@@ -28,30 +33,44 @@ class ParallelGroups:
     pp: dist.ProcessGroup
     """Stages of the same pipeline, in order."""
     cp: dist.ProcessGroup
+    """Ranks that hold parts of the same sequences."""
     dp_cp: dist.ProcessGroup
     """Ranks that hold the same dense parameters, and see different tokens."""
 
     @property
     def rank(self) -> int:
+        """The global rank."""
         return self.coords.rank
 
     @property
     def is_last_stage(self) -> bool:
+        """Whether this rank computes log-probabilities and the loss."""
         return self.coords.pp == self.layout.pp - 1
 
 
 def start_process(config: Config, rank: int, *, store: dist.Store, local_rank: int = 0) -> ParallelGroups:
-    """Everything that has to happen once in a trainer process before a model can be built; all ranks call it together.
+    """Do everything that has to happen once in a trainer process before a model can be built; a collective.
 
-    store: where the ranks find one another. local_rank: number of the rank's GPU.
+    Args:
+        config: The run's configuration.
+        rank: This process's global rank.
+        store: Where the ranks find one another.
+        local_rank: Number of the rank's GPU on its node.
+
+    Raises:
+        DeterminismError: The environment contradicts `run.deterministic`.
     """
     torch.set_num_threads(config.trainer.threads_per_rank)
     set_determinism(config.run.deterministic)
     device = choose_device(local_rank)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=config.layout.world_size,
-        timeout=timedelta(seconds=config.trainer.collective_timeout_s), device_id=device if device.type == "cuda" else None,
-    )  # fmt: skip
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=config.layout.world_size,
+        timeout=timedelta(seconds=config.trainer.collective_timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
     return build_groups(config.parallel_layout, device, config.trainer.collective_timeout_s, config.run.seed)
 
 
@@ -66,8 +85,16 @@ def choose_device(local_rank: int = 0) -> torch.device:
 
 
 def set_determinism(deterministic: bool) -> None:
-    """Refuse every operation whose result could differ from run to run; before the first of them and before any model is
-    built."""
+    """Refuse every operation whose result could differ from run to run.
+
+    To call before the first of them and before any model is built.
+
+    Args:
+        deterministic: False: allow them.
+
+    Raises:
+        DeterminismError: The environment contradicts it.
+    """
     if deterministic:
         # Read by cuBLAS, NCCL and Transformer Engine when they start.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -89,42 +116,67 @@ def _check_environment() -> None:
         if os.environ[name] not in values
     ]
     if wrong:
-        raise ValueError("run.deterministic = true, but the environment says " + "; ".join(wrong) + "; unset these variables")
+        raise DeterminismError(
+            "run.deterministic = true, but the environment has " + "; ".join(wrong) + "; unset these variables"
+        )
 
 
 def build_groups(layout: Layout, device: torch.device, timeout_s: float, seed: int) -> ParallelGroups:
-    """Megatron's process groups for a layout, and its random states. torch.distributed runs already; all ranks call it
-    together."""
+    """Megatron's process groups for a layout, and its random states; a collective.
+
+    Args:
+        layout: For as many ranks as torch.distributed, which is initialised already, has.
+        device: Of this rank's tensors.
+        timeout_s: Of each collective, in seconds.
+        seed: Of the run.
+    """
     # Imported here: the package has to see the stand-in for CUDA, which choose_device puts in place.
     from megatron.core import parallel_state as ps
 
     ps.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, context_parallel_size=layout.cp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None, expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp, distributed_timeout_minutes=timeout_s / 60,
-    )  # fmt: skip
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=timeout_s / 60,
+    )
     for group in filter(None, ps._global_process_group_list):  # 0.19.2 forgets it for one of them
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     coords = layout.coords_of(dist.get_rank())
     found = RankCoords(
-        rank=dist.get_rank(), tp=ps.get_tensor_model_parallel_rank(), cp=ps.get_context_parallel_rank(),
+        rank=dist.get_rank(),
+        tp=ps.get_tensor_model_parallel_rank(),
+        cp=ps.get_context_parallel_rank(),
         dp=ps.get_data_parallel_rank(),
-        pp=ps.get_pipeline_model_parallel_rank(), etp=ps.get_expert_tensor_parallel_rank(),
+        pp=ps.get_pipeline_model_parallel_rank(),
+        etp=ps.get_expert_tensor_parallel_rank(),
         ep=ps.get_expert_model_parallel_rank(),
         edp=ps.get_expert_data_parallel_rank(),
-    )  # fmt: skip
+    )
     assert found == coords, f"Megatron places rank {coords.rank} at {found}, topology at {coords}"
     _seed(seed)
     return ParallelGroups(
-        layout=layout, coords=coords, device=device, tp=ps.get_tensor_model_parallel_group(),
+        layout=layout,
+        coords=coords,
+        device=device,
+        tp=ps.get_tensor_model_parallel_group(),
         pp=ps.get_pipeline_model_parallel_group(),
-        cp=ps.get_context_parallel_group(), dp_cp=ps.get_data_parallel_group(with_context_parallel=True),
-    )  # fmt: skip
+        cp=ps.get_context_parallel_group(),
+        dp_cp=ps.get_data_parallel_group(with_context_parallel=True),
+    )
 
 
 @contextmanager
 def parallel_layout(layout: Layout, *, timeout_s: float = 600.0, seed: int = 0) -> Iterator[ParallelGroups]:
-    """The groups of one layout for the length of a block, so that a process can try several one after the other."""
+    """The groups of one layout within a block, so that a process can use several, one after the other; a collective.
+
+    Args:
+        layout: For as many ranks as torch.distributed has.
+        timeout_s: Of each collective, in seconds.
+        seed: Of Megatron's random states.
+    """
     from megatron.core import parallel_state as ps
 
     groups = build_groups(layout, choose_device(), timeout_s, seed)
@@ -137,7 +189,7 @@ def parallel_layout(layout: Layout, *, timeout_s: float = 600.0, seed: int = 0) 
 
 
 def _close_groups(groups: list[dist.ProcessGroup | None]) -> None:
-    """Megatron only forgets its groups; torch keeps each of them, with its threads and connections, until it is told."""
+    """Megatron only forgets its groups; torch keeps each of them, with its threads and connections, until it is destroyed."""
     for group in filter(None, groups):
         dist.destroy_process_group(group)
 
@@ -147,7 +199,7 @@ def _seed(seed: int) -> None:
     from megatron.core import tensor_parallel
 
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global state, which other libraries use
     torch.manual_seed(seed)
     tensor_parallel.random.initialize_rng_tracker()
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -1,5 +1,4 @@
-"""From the last stage's hidden states to log-probabilities, and from these to the loss; never to logits of the whole
-vocabulary."""
+"""From the last stage's hidden states to log-probabilities and the loss, without logits of the whole vocabulary."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,37 +39,69 @@ class Head:
     num_outputs: int = 1
     """Hidden states for each position in a training pass: the policy's, then those of layers for multi-token prediction."""
 
-    def log_probs(self, hidden: Tensor, weight: Tensor, microbatch: DeviceMicrobatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, f32 [N] each, the same on all ranks of both groups; zeros where there is no loss.
+    @property
+    def _vocabulary_group(self) -> dist.ProcessGroup | None:
+        return self.group if self.group.size() > 1 else None
 
-        hidden: [n, 1, H] of this rank's positions, with sequence parallelism its slice of them. weight: [padded vocabulary / tp,
-        H].
+    def log_probs(self, hidden: Tensor, weight: Tensor, microbatch: DeviceMicrobatch) -> tuple[Tensor, Tensor]:
+        """Score the targets; a collective of both groups.
+
+        Args:
+            hidden: [n, 1, H] of this rank's positions, with sequence parallelism its slice of them.
+            weight: [padded vocabulary / tp, H].
+            microbatch: N positions, of which this rank holds n.
+
+        Returns:
+            Log-probabilities and entropies, f32 [N] each, the same on all ranks of both groups; zeros where there is no loss.
         """
         out = keep_set_log_probs(
-            hidden.squeeze(1), weight, microbatch.keep_sets, temperature=microbatch.temperature, vocab_size=self.vocab_size,
-            group=self.group if self.group.size() > 1 else None, sequence_parallel=self.sequence_parallel,
-        )  # fmt: skip
+            hidden.squeeze(1),
+            weight,
+            microbatch.keep_sets,
+            temperature=microbatch.temperature,
+            vocab_size=self.vocab_size,
+            group=self._vocabulary_group,
+            sequence_parallel=self.sequence_parallel,
+        )
+        assert out.entropy is not None
         both = torch.stack([out.log_probs, out.entropy], dim=1)
         # The loss may look at a whole sequence: every rank computes it from all positions, and has the gradient of its own ones.
-        return gather_positions(both, microbatch.slices, self.context, sum_gradients=False).unbind(dim=1)
+        log_probs, entropies = gather_positions(both, microbatch.slices, self.context, sum_gradients=False).unbind(dim=1)
+        return log_probs, entropies
 
     def loss(
         self, hidden: Tensor, weight: Tensor, microbatch: DeviceMicrobatch, loss: Loss, denominators: Denominators, timer: Timer
     ) -> tuple[Tensor, Measured]:
-        """The microbatch's share of the step's loss, and its metrics. The timer counts this and its backward pass."""
+        """Compute one microbatch's share of the step's loss; a collective of both groups.
+
+        Args:
+            hidden: [n, 1, H] of this rank's positions, once for each of `num_outputs`, with sequence parallelism its slice.
+            weight: [padded vocabulary / tp, H].
+            microbatch: N positions, of which this rank holds n.
+            loss: The step's loss.
+            denominators: What the shares are divided by.
+            timer: Counts this and its backward pass.
+
+        Returns:
+            The share, a scalar with gradient, and the microbatch's metrics.
+        """
         with timer:
             hidden, *ahead = StopTimerInBackward.apply(hidden, timer).chunk(self.num_outputs)
             log_probs, entropies = self.log_probs(hidden, weight, microbatch)
             batch = token_batch(
-                microbatch.source, denominators, hidden.device, old_logprobs=microbatch.old_logprobs,
-                reference_logprobs=microbatch.reference_logprobs, entropy=entropies,
-            )  # fmt: skip
+                microbatch.source,
+                denominators,
+                hidden.device,
+                old_logprobs=microbatch.old_logprobs,
+                reference_logprobs=microbatch.reference_logprobs,
+                entropy=entropies,
+            )
             share, measured = loss(log_probs, batch)
             self._measure_entropy_full(measured, hidden, weight, microbatch)
             for depth, states in enumerate(ahead, start=1):
                 share = share + self._loss_ahead(depth, states, weight, microbatch, denominators, measured)
-            # Whatever the loss is made of, it hangs on the hidden states: other stages and expert-parallel ranks wait for this
-            # microbatch's backward pass, also when it has no loss token.
+            # Whatever the loss is computed from, it depends on the hidden states: other stages and expert-parallel ranks wait
+            # for this microbatch's backward pass, also when it has no loss token.
             share = StartTimerInBackward.apply(share + hidden.flatten()[:0].sum(), timer)
         return share, measured
 
@@ -83,17 +114,20 @@ class Head:
         denominators: Denominators,
         measured: Measured,
     ) -> Tensor:
-        """Cross-entropy of layer `depth` for multi-token prediction, a share like the loss's; no gradient for the output
-        layer."""
+        """A layer's cross-entropy for multi-token prediction, a share like the loss's; no gradient for the output layer."""
         sets, scored = targets_ahead(microbatch.source, depth, microbatch.slices.own)
         out = keep_set_log_probs(
-            hidden.squeeze(1), weight.detach(), sets, temperature=torch.ones_like(microbatch.temperature),
-            vocab_size=self.vocab_size, group=self.group if self.group.size() > 1 else None,
+            hidden.squeeze(1),
+            weight.detach(),
+            sets,
+            temperature=torch.ones_like(microbatch.temperature),
+            vocab_size=self.vocab_size,
+            group=self._vocabulary_group,
             sequence_parallel=self.sequence_parallel,
-        )  # fmt: skip
+        )
         log_probs = gather_positions(out.log_probs, microbatch.slices, self.context, sum_gradients=False)
         measured.mean(f"mtp_loss_{depth}", -log_probs, torch.from_numpy(scored).to(log_probs.device))
-        # Hangs on the hidden states whatever is scored, as the loss does.
+        # Depends on the hidden states whatever is scored, as the loss does.
         return hidden.flatten()[:0].sum() - log_probs.sum() / denominators.tokens
 
     def _measure_entropy_full(self, measured: Measured, hidden: Tensor, weight: Tensor, microbatch: DeviceMicrobatch) -> None:
@@ -107,10 +141,14 @@ class Head:
         values = hidden.new_zeros(count, dtype=torch.float32)
         if mine.any():
             values[torch.from_numpy(mine)] = entropy_full(
-                hidden.detach().squeeze(1), weight, torch.from_numpy(np.searchsorted(own, sample[mine])),
-                temperature=microbatch.temperature, vocab_size=self.vocab_size,
-                group=self.group if self.group.size() > 1 else None, sequence_parallel=self.sequence_parallel,
-            )  # fmt: skip
+                hidden.detach().squeeze(1),
+                weight,
+                torch.from_numpy(np.searchsorted(own, sample[mine])),
+                temperature=microbatch.temperature,
+                vocab_size=self.vocab_size,
+                group=self._vocabulary_group,
+                sequence_parallel=self.sequence_parallel,
+            )
         if self.context.size() > 1:
             dist.all_reduce(values, group=self.context)
         measured.mean("entropy_full", values)

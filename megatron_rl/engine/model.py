@@ -51,9 +51,9 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyModel(GPTModel):
-    """A GPTModel whose last stage ends in hidden states: the head turns them into log-probabilities and never into logits.
+    """A GPTModel whose last stage returns hidden states: the head turns them into log-probabilities without logits.
 
-    The output layer's weight is a parameter as in any GPTModel, and is used by the head alone.
+    The output layer's weight is a parameter as in any GPTModel, and only the head uses it.
     """
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -72,7 +72,7 @@ class PolicyModel(GPTModel):
 
 
 class PolicyModelWithMtp(PolicyModel):
-    """Training passes also give the hidden states of the layers for multi-token prediction, behind the policy's own."""
+    """Training passes also give the hidden states of the layers for multi-token prediction, after the policy's own."""
 
     def _postprocess(self, hidden_states: Tensor, **given: Any) -> Tensor:
         if not (self.mtp_process and self.training):
@@ -84,18 +84,24 @@ class PolicyModelWithMtp(PolicyModel):
 
     @property
     def num_outputs(self) -> int:
+        """The policy's hidden states and those of each layer."""
         return 1 + self.config.mtp_num_layers
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Whose modules the layers are made of. Chosen once, by what the machine has."""
+    """Which library's modules the layers are made of. Chosen once, by what the machine has."""
 
     transformer_engine: bool
     apex_gradient_fusion: bool
 
     @classmethod
     def of(cls, device: torch.device) -> "Backend":
+        """The backend of this machine.
+
+        Raises:
+            UnsupportedModelError: A GPU without Transformer Engine.
+        """
         if device.type != "cuda":
             return cls(transformer_engine=False, apex_gradient_fusion=False)
         found = {
@@ -107,6 +113,7 @@ class Backend:
 
     @property
     def naming(self) -> NamingScheme:
+        """Megatron's names of the layers' parameters."""
         return TRANSFORMER_ENGINE if self.transformer_engine else LOCAL
 
     def describe(self) -> str:
@@ -117,31 +124,48 @@ class Backend:
 
 
 def transformer_config(model: ModelArchitecture, config: Config, backend: Backend) -> TransformerConfig:
-    """Megatron's configuration. The loss is a sum that is divided by nothing on its way (`calculate_per_token_loss`)."""
+    """Megatron's configuration. The loss is a sum that Megatron does not divide (`calculate_per_token_loss`).
+
+    Raises:
+        UnsupportedModelError: Megatron would refuse the model in the middle of a step, or compute it wrongly.
+    """
     check_supported(model, config, backend)
     dtype = getattr(torch, config.model.dtype)
     kind = MLATransformerConfig if isinstance(model.attention, LatentAttention) else TransformerConfig
     settings = kind(
-        num_layers=model.num_layers, hidden_size=model.hidden_size, ffn_hidden_size=model.ffn_hidden_size,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
         normalization="RMSNorm",
-        layernorm_epsilon=model.norm_eps, **attention_settings(model), **gate_settings(model),
-        attention_dropout=0.0, hidden_dropout=0.0, params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype is torch.bfloat16,
+        layernorm_epsilon=model.norm_eps,
+        **attention_settings(model),
+        **gate_settings(model),
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
         # Weights come from a checkpoint or are drawn by name: Megatron's own initialisation would depend on the layout.
-        perform_initialization=False, use_cpu_initialization=not backend.transformer_engine,
+        perform_initialization=False,
+        use_cpu_initialization=not backend.transformer_engine,
         **OPTIMIZERS[config.optimizer.name].model_settings(config),
-        calculate_per_token_loss=True, deterministic_mode=config.run.deterministic,
-        bias_activation_fusion=backend.transformer_engine, gradient_accumulation_fusion=backend.apex_gradient_fusion,
-        **_parallel_settings(config), **expert_settings(model, grouped_products=backend.transformer_engine),
+        calculate_per_token_loss=True,
+        deterministic_mode=config.run.deterministic,
+        bias_activation_fusion=backend.transformer_engine,
+        gradient_accumulation_fusion=backend.apex_gradient_fusion,
+        **_parallel_settings(config),
+        **expert_settings(model, grouped_products=backend.transformer_engine),
         **mtp_settings(model, trained=config.model.mtp == "trained"),
-        **_recompute_settings(model, config), **native_fp4_settings(config.precision, backend.transformer_engine),
-    )  # fmt: skip
+        **_recompute_settings(model, config),
+        **native_fp4_settings(config.precision, backend.transformer_engine),
+    )
     for name, value in yarn_attributes(model.rope).items():
         setattr(settings, name, value)
     return settings
 
 
 def check_supported(model: ModelArchitecture, config: Config, backend: Backend) -> None:
-    """UnsupportedModelError for what Megatron would refuse in the middle of a step, or compute wrongly."""
+    """Raise UnsupportedModelError for what Megatron would refuse in the middle of a step, or compute wrongly."""
     layout = config.parallel_layout
     if model.moe and layout.tp > 1 and not config.sequence_parallel:
         raise UnsupportedModelError("layout.sequence_parallel = false: Megatron-Core needs it for experts with layout.tensor > 1")
@@ -152,29 +176,34 @@ def check_supported(model: ModelArchitecture, config: Config, backend: Backend) 
     special = isinstance(heads, GroupedQueryAttention) and (heads.sinks or heads.windowed_layers)
     if layout.cp > 1 and backend.transformer_engine and special:
         raise UnsupportedModelError(
-            f"layout.context = {layout.cp}: Transformer Engine's attention over several ranks knows no sinks and no windows for packed "
-            "sequences; set it to 1"
+            f"layout.context = {layout.cp}: Transformer Engine's attention over several ranks supports neither sinks nor windows "
+            "for packed sequences; set it to 1"
         )
     if model.moe and model.linear_biases and layout.etp > 1:
-        raise UnsupportedModelError(f"layout.expert_tensor = {layout.etp}: Megatron-Core has biases of experts only with 1")
+        raise UnsupportedModelError(f"layout.expert_tensor = {layout.etp}: Megatron-Core supports biases of experts only with 1")
 
 
 def _parallel_settings(config: Config) -> dict[str, Any]:
     layout = config.parallel_layout
     return {
-        "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp, "context_parallel_size": layout.cp,
-        "cp_comm_type": "p2p",  # on a GPU: keys and values go round the ranks in a ring while attention is computed
-        "expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.etp,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
+        "cp_comm_type": "p2p",  # on a GPU: keys and values are passed around the ranks in a ring while attention is computed
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
         "sequence_parallel": config.sequence_parallel,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
         "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
-        # Packed microbatches differ in length, so that stages tell one another the shapes.
-        "variable_seq_lengths": layout.pp > 1, "deallocate_pipeline_outputs": layout.pp > 1,
-        # With two interleaved stages the batched exchange sends to and receives from the same rank, and pairs the messages
-        # wrongly without a word: gradients are off by orders of magnitude.
-        "batch_p2p_comm": layout.vpp == 1, "overlap_p2p_comm": layout.vpp > 1,
-    }  # fmt: skip
+        # Packed microbatches differ in length, so that stages send one another the shapes.
+        "variable_seq_lengths": layout.pp > 1,
+        "deallocate_pipeline_outputs": layout.pp > 1,
+        # With two interleaved stages the batched exchange sends to and receives from the same rank, and silently pairs the
+        # messages wrongly: gradients are off by orders of magnitude.
+        "batch_p2p_comm": layout.vpp == 1,
+        "overlap_p2p_comm": layout.vpp > 1,
+    }
 
 
 def _recompute_settings(model: ModelArchitecture, config: Config) -> dict[str, Any]:
@@ -189,16 +218,28 @@ def _recompute_settings(model: ModelArchitecture, config: Config) -> dict[str, A
 def build_chunks(
     model: ModelArchitecture, config: Config, groups: ParallelGroups, backend: Backend, *, padded_vocab_size: int
 ) -> list[PolicyModel]:
-    """This rank's chunks of the model, their weights not yet filled; one chunk unless stages are interleaved."""
+    """Build this rank's chunks of the model, their weights not yet filled.
+
+    Args:
+        model: What the model is.
+        config: The run's configuration.
+        groups: This rank's process groups.
+        backend: Which library's modules the layers are made of.
+        padded_vocab_size: Rows of the embedding over all tensor-parallel ranks.
+
+    Returns:
+        One chunk unless stages are interleaved.
+
+    Raises:
+        UnsupportedModelError: Megatron-Core cannot train this model at this layout on this machine.
+    """
     settings = transformer_config(model, config, backend)
     if groups.rank == 0:
         logger.info("%s", backend.describe())
         if model.num_mtp_layers:
-            fate = (
-                "trained by a loss of their own" if config.model.mtp == "trained" else "not built, exports bring them unchanged"
-            )
+            use = "trained by their own loss" if config.model.mtp == "trained" else "not built, exports contain them unchanged"
             logger.info(
-                "layers for multi-token prediction: %d, %s (model.mtp = '%s')", model.num_mtp_layers, fate, config.model.mtp
+                "layers for multi-token prediction: %d, %s (model.mtp = '%s')", model.num_mtp_layers, use, config.model.mtp
             )
     if isinstance(model.attention, LatentAttention):
         accept_plain_queries()
@@ -226,13 +267,18 @@ def _build_chunk(
     if not backend.transformer_engine:
         spec, ahead = (_with_modules(part, _cpu_modules(model)) for part in (spec, ahead))
     built = (PolicyModelWithMtp if settings.mtp_num_layers else PolicyModel)(
-        settings, spec, mtp_block_spec=ahead, vocab_size=vocab_size,
+        settings,
+        spec,
+        mtp_block_spec=ahead,
+        vocab_size=vocab_size,
         max_sequence_length=config.model.max_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         **rope_arguments(model),
-        share_embeddings_and_output_weights=model.tie_word_embeddings, parallel_output=True, vp_stage=vp_stage,
-    )  # fmt: skip
+        share_embeddings_and_output_weights=model.tie_word_embeddings,
+        parallel_output=True,
+        vp_stage=vp_stage,
+    )
     if ahead is not None:
         prepare_layers(built)
     _name_as_in_checkpoints(built, backend.naming)
@@ -242,8 +288,11 @@ def _build_chunk(
 
 
 def _skip_reductions_over_one_rank(chunk: PolicyModel) -> None:
-    """Biases of experts are added in place to what linear_fc2 returns, which autograd forbids where that went through a
-    reduction; over the one rank of an expert (it is not cut when it has a bias) the reduction is the identity."""
+    """Skip the reduction after an expert's second linear map.
+
+    Biases of experts are added in place to what linear_fc2 returns, which autograd forbids after a reduction. Over the one rank
+    of an expert (it is not cut when it has a bias) the reduction is the identity.
+    """
     for layer in transformer_layers(chunk):
         for expert in getattr(getattr(layer.mlp, "experts", None), "local_experts", ()):
             expert.linear_fc2.explicit_expert_comm = True
@@ -281,7 +330,7 @@ def _with_modules(spec: Any, modules: dict[str, type]) -> Any:
 
 
 def mark_parameters(chunks: list[PolicyModel], placement: Placement, rank: int) -> None:
-    """Tell Megatron which parameters are experts' and which are cut over tensor-parallel ranks; before DDP is built.
+    """Mark for Megatron which parameters are experts' and which are cut over tensor-parallel ranks; before DDP is built.
 
     Experts: 0.16.1 decides by ep > 1 alone; with ep = 1 and tp != etp it reduces their gradients over the wrong group, silently.
     Cut: Megatron notes it where it initialises a weight, which it does not do here. Without the mark the gradient norm

@@ -1,4 +1,4 @@
-"""NVFP4 in the trainer: the values that the servers hold, in place of the weights, for the length of a pass.
+"""NVFP4 in the trainer: passes use the values that the servers hold, in place of the weights.
 
 The weights themselves stay what the optimizer updates and checkpoints keep. During passes each quantised parameter points at its
 NVFP4 values instead, whatever module it belongs to; gradients are those with respect to these values and go straight through to
@@ -33,13 +33,20 @@ from megatron_rl.wire.tensor_spec import TensorSpec
 class PolicyQuantiser:
     """One rank's quantised parameters. Values are computed once for each state of the weights, however many passes use them.
 
-    parameters: of this rank, as it holds them. The global scales are those of whole matrices at any layout: a collective of all
-        ranks.
+    The global scales are those of full matrices at any layout: computing them is a collective of all ranks.
+
+    Args:
+        selection: Which parameters are quantised.
+        parameters: Those that this rank holds, with their tensors.
+        device: Of the tensors.
+
+    Raises:
+        QuantisationError: The layout cuts a matrix within a block of NVFP4.
     """
 
     def __init__(self, selection: Selection, parameters: Iterable[tuple[HeldParameter, Tensor]], device: torch.device) -> None:
         self.selection = selection
-        number = {group: place for place, group in enumerate(selection.groups)}
+        number: dict[str | None, int] = {group: place for place, group in enumerate(selection.groups)}
         chosen = [(held, tensor) for held, tensor in parameters if held.parameter.name in selection.names]
         check_cuts(held for held, _ in chosen)
         self._tensors = [(number[held.parameter.quantisation_group], tensor) for held, tensor in chosen]
@@ -48,16 +55,20 @@ class PolicyQuantiser:
         self._values: list[Tensor] | None = None
 
     def weights_changed(self) -> None:
-        """What was computed is of no use any more."""
+        """Drop what was computed from the former weights."""
         self._amaxes = self._values = None
 
     def amaxes(self) -> dict[str, Tensor]:
-        """max |x| of each group, f32 []; QuantisationError names the groups where it is not finite."""
+        """The largest |x| of each group, f32 []; a collective.
+
+        Raises:
+            QuantisationError: Names the groups where it is not finite.
+        """
         return dict(zip(self.selection.groups, self._over_ranks().unbind(), strict=True))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Passes inside see NVFP4 values."""
+        """Within the block passes use NVFP4 values; a collective."""
         if self._values is None:
             amaxes = self._over_ranks()
             self._values = [fake_quantise(tensor.data, amaxes[group]) for group, tensor in self._tensors]
@@ -89,8 +100,16 @@ class PolicyQuantiser:
 
 
 class Nvfp4WeightExport:
-    """The policy under Hugging Face names as WeightExport gives it, quantised matrices as the tensors of a layout; iterating is a
-    collective. They are quantised as they pass, from the whole matrices: what the ranks' passes see, to the last bit."""
+    """The policy under Hugging Face names as WeightExport gives it, with quantised matrices as the tensors of a format.
+
+    Iterating is a collective. Matrices are quantised as they pass, from the full matrices: to the same bits as in the ranks'
+    passes.
+
+    Args:
+        tensors: The policy.
+        quantiser: Of the same parameters.
+        stored_as: The format.
+    """
 
     def __init__(self, tensors: WeightExport, quantiser: PolicyQuantiser, stored_as: CheckpointFormat) -> None:
         self._tensors, self._quantiser, self._stored_as = tensors, quantiser, stored_as
@@ -125,38 +144,55 @@ def check_input_quantisation(*, has_transformer_engine: bool) -> None:
     """Raise UnsupportedModelError where the input of a linear map cannot be quantised."""
     if has_transformer_engine:
         raise UnsupportedModelError(
-            "precision.activations = 'nvfp4': Transformer Engine's linear maps begin with a fused norm, before which nothing can be "
-            "quantised; train with precision.training = 'native', or leave precision.activations at full precision"
+            "precision.activations = 'nvfp4': Transformer Engine's linear maps start with a fused norm, before which nothing can "
+            "be quantised; train with precision.training = 'native', or leave precision.activations at full precision"
         )
 
 
 def quantise_inputs(modules: Iterable[torch.nn.Module], amax: float, device: torch.device) -> None:
-    """From now on these linear maps multiply NVFP4 activations. The global scale is a constant: it depends neither on how tokens
-    are cut into microbatches nor on the layout, and servers have one that was fixed beforehand as well."""
+    """Make linear maps multiply NVFP4 activations.
+
+    The global scale is a constant: it depends neither on how tokens are cut into microbatches nor on the layout, and servers have
+    one that was fixed beforehand as well.
+
+    Args:
+        modules: The linear maps.
+        amax: Largest activation that the scale represents.
+        device: Of the activations.
+    """
     limit = torch.tensor(amax, device=device)
     for module in modules:
         module.register_forward_pre_hook(partial(_with_quantised_input, limit))
 
 
-def _with_quantised_input(limit: Tensor, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _with_quantised_input(limit: Tensor, _module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return (_StraightThrough.apply(inputs[0], limit), *inputs[1:])
 
 
 def native_fp4_settings(section: Precision, has_transformer_engine: bool) -> Mapping[str, Any]:
-    """Megatron's settings for training in fp4; UnsupportedModelError where Megatron would train in bf16 without a word."""
+    """Arguments of TransformerConfig for training in fp4.
+
+    Args:
+        section: The run's precision section.
+        has_transformer_engine: Whether the layers are Transformer Engine's.
+
+    Raises:
+        UnsupportedModelError: Where Megatron would silently train in bf16.
+    """
     if section.training != "native":
         return {}
     if not has_transformer_engine:
         raise UnsupportedModelError(
-            "precision.training = 'native' needs a Blackwell GPU and Transformer Engine, and this machine has not both: without them Megatron "
-            "would train in bf16; install megatron-rl[gpu] on such a machine, or use 'qat'"
+            "precision.training = 'native' needs a Blackwell GPU and Transformer Engine, and this machine does not have both: "
+            "without them Megatron would train in bf16; install megatron-rl[gpu] on such a machine, or use 'qat'"
         )
     from transformer_engine.common import recipe
 
     capability = torch.cuda.get_device_capability()
     if capability < (10, 0) or not hasattr(recipe, "NVFP4BlockScaling"):
         raise UnsupportedModelError(
-            f"precision.training = 'native' needs a GPU of compute capability 10.0 or above (this one has {capability[0]}.{capability[1]}) "
-            "and a Transformer Engine with the NVFP4BlockScaling recipe (2.7 or later); use 'qat'"
+            "precision.training = 'native' needs a GPU of compute capability 10.0 or above "
+            f"(this one has {capability[0]}.{capability[1]}) and a Transformer Engine with the NVFP4BlockScaling recipe "
+            "(2.7 or later); use 'qat'"
         )
     return {"fp4": "e2m1", "fp4_recipe": "nvfp4"}

@@ -1,4 +1,4 @@
-"""Processes that share one torch.distributed world over Gloo and run one case after the other: many cases, one start."""
+"""A pool of ranks: processes that share one torch.distributed process group over Gloo and run one case after the other."""
 
 import gc
 import multiprocessing
@@ -10,40 +10,50 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
+from megatron_rl.errors import RunError
 from megatron_rl.wire.stores import join_store, serve_store
 
 TIMEOUT_S = 240
 _HOST = "127.0.0.1"
 
 
-class CaseFailed(Exception):
-    """A rank's traceback."""
+class CaseFailedError(RunError):
+    """A case failed on a rank; the message is the rank's traceback."""
 
 
 class RankPool:
     """`size` processes on this machine's CPU; `run(case, ...)` calls case(rank, ...) in each, and returns their answers.
 
-    They begin with the first case, or with `start`, which does not wait for them; they end with `close`, and with this process.
+    They start with the first case, or with `start`, which does not wait for them; they end with `close`, and with this process.
+
+    Args:
+        size: Number of ranks.
+        log_file: Where their output goes; None: to this process's.
+        forked: Fork the ranks from one process that has imported torch and Megatron-Core, which serves all pools of this
+            process: ten seconds of CPU once, and not once a rank. False: each rank is a new Python, whose resident memory is that
+            of a rank of a run.
     """
 
     def __init__(self, size: int, log_file: Path | None = None, *, forked: bool = True) -> None:
-        """Nothing is started yet.
-
-        Args:
-            size: Number of ranks.
-            log_file: Where their output goes; None: to this process's.
-            forked: Fork the ranks from one process that has imported torch and Megatron-Core, which serves all pools of this
-                process: ten seconds of CPU once, and not once a rank. False: each rank is a new Python, whose resident memory
-                is that of a rank of a run.
-        """
         self.size, self._log_file, self._forked = size, log_file, forked
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
 
     def run(self, case: Callable[..., Any], *args: Any) -> list[Any]:
-        """CaseFailed with the traceback of the first rank that failed; the next case then finds new processes."""
+        """Call a case on each rank.
+
+        Args:
+            case: A function of a module that the ranks can import; gets the rank, then `args`.
+            *args: What the case needs; sent by pickle.
+
+        Returns:
+            The answer of each rank, in order.
+
+        Raises:
+            CaseFailedError: With the traceback of the first rank that failed. The next case starts new processes.
+        """
         self.start()
         for pipe in self._pipes:
             pipe.send((case, args))
@@ -52,21 +62,26 @@ class RankPool:
         while len(results) < self.size:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
             # Whichever answers: the ranks before one that failed may wait for it for ever.
-            for pipe in wait(waiting, timeout=max(0.0, deadline - time.monotonic())) or list(waiting)[:1]:
+            answered = cast(list[Connection], wait(waiting, timeout=max(0.0, deadline - time.monotonic())))
+            for pipe in answered or list(waiting)[:1]:
                 failure, results[waiting[pipe]] = _answer(pipe)
                 if failure:
                     # What the case left behind would disturb the next one.
                     self.close()
-                    raise CaseFailed(f"rank {waiting[pipe]} of {self.size}: {failure}")
+                    raise CaseFailedError(f"rank {waiting[pipe]} of {self.size}: {failure}")
         return [results[rank] for rank in range(self.size)]
 
     def start(self) -> None:
+        """Start the processes, if there are none, without waiting for them."""
         if self._processes:
             return
-        context = multiprocessing.get_context("forkserver" if self._forked else "spawn")
+        context: multiprocessing.context.ForkServerContext | multiprocessing.context.SpawnContext
         if self._forked:
+            context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["megatron_rl.engine.rank_imports"])
-        with socket.create_server((_HOST, 0)) as listener:  # bound here, so that nobody else can take the port meanwhile
+        else:
+            context = multiprocessing.get_context("spawn")
+        with socket.create_server((_HOST, 0)) as listener:  # bound here, so that no other process can take the port meanwhile
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
                 rendezvous = listener if rank == 0 else listener.getsockname()[1]
@@ -78,6 +93,7 @@ class RankPool:
                 self._pipes.append(ours)
 
     def close(self) -> None:
+        """End the processes."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -94,7 +110,7 @@ def _answer(pipe: Connection) -> tuple[str | None, Any]:
     try:
         return pipe.recv() if pipe.poll() else (f"no answer in {TIMEOUT_S} s", None)
     except EOFError:
-        return "its process ended", None
+        return "its process has exited", None
 
 
 def _serve(
@@ -123,17 +139,20 @@ def _serve(
     import megatron_rl.engine.rank_imports  # noqa: F401 - a forked rank has it already
 
     torch.set_num_threads(1)
-    is_socket = isinstance(rendezvous, socket.socket)
-    store = serve_store(_HOST, TIMEOUT_S, rendezvous) if is_socket else join_store(_HOST, rendezvous, TIMEOUT_S)
+    if isinstance(rendezvous, socket.socket):
+        store = serve_store(_HOST, TIMEOUT_S, rendezvous)
+    else:
+        store = join_store(_HOST, rendezvous, TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     while True:
         try:
             case, args = pipe.recv()
-        except EOFError:  # nobody asks any more
+        except EOFError:  # the asking process has closed its end
             return
+        answer: tuple[str | None, Any]
         try:
             answer = (None, case(rank, *args))
-        except Exception:  # noqa: BLE001 - whatever it is, the asking process has to hear of it
+        except Exception:  # noqa: BLE001 - whatever it is, the asking process has to get it
             answer = (traceback.format_exc(), None)
         gc.collect()  # engines lie in cycles, and hold process groups with threads of their own
         pipe.send(answer)
@@ -141,5 +160,7 @@ def _serve(
 
 def _leave_with_parent() -> None:
     """A rank in a collective would not see that its pipe has closed."""
-    wait([multiprocessing.parent_process().sentinel])
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
     os._exit(1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.config import Config
 from megatron_rl.conversion.model_files import hf_config_of
-from megatron_rl.engine.rank_pool import CaseFailed, RankPool
+from megatron_rl.engine.rank_pool import CaseFailedError, RankPool
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.inference.errors import ServerError
 from megatron_rl.preflight import server, stages
@@ -110,6 +110,6 @@ def _run(name: str, proof: Callable[[], Sequence[Measurement]], announce: Announ
     note = ""
     try:
         measured = tuple(proof())
-    except (CaseFailed, ProcessError, ServerError, ContractError, UserError, RunError, ValueError) as error:
+    except (CaseFailedError, ProcessError, ServerError, ContractError, UserError, RunError, ValueError) as error:
         note = str(error)
     return StageResult(name, STAGES[name], measured, broke_off=bool(note), note=note, seconds=time.monotonic() - began)

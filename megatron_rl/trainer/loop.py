@@ -101,7 +101,7 @@ class Trainer:
             recorded_start: Take the supervised start that the run's folder holds, whatever settings made it.
 
         Raises:
-            CheckpointError: The checkpoint is not what was saved.
+            EngineCheckpointError: The checkpoint is not what was saved.
         """
         if self.loss.needs_reference or checkpoint is None:
             start = SupervisedStart(self)

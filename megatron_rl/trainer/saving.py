@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_rl.config.sections import LayoutSection
 from megatron_rl.conversion import CarriedLayers, write_hf_checkpoint
 from megatron_rl.conversion.hf_reader import read_config
-from megatron_rl.engine.checkpoint import CheckpointError
+from megatron_rl.engine.checkpoint import EngineCheckpointError
 from megatron_rl.engine.engine import Engine
 from megatron_rl.trainer.fingerprint import Fingerprint, checksums
 from megatron_rl.trainer.ranks import broadcast_object, gather_object
@@ -47,14 +47,14 @@ def check_loaded(engine: Engine, checkpoint: Path, fingerprints: Path, step: int
         layout: This run's layout section: at another one the ranks' parts are others.
 
     Raises:
-        CheckpointError: On rank 0, which ends all ranks.
+        EngineCheckpointError: On rank 0, which ends all ranks.
     """
     recorded = Fingerprint.read(fingerprints, step - 1)
     own = gather_object(checksums(engine.state())) if broadcast_object(recorded is not None) else None
     if own is None or recorded is None or recorded.layout != layout.model_dump():
         return
     if found := recorded.first_difference(Fingerprint(step - 1, recorded.layout, tuple(own))):
-        raise CheckpointError(
+        raise EngineCheckpointError(
             f"{checkpoint}: {found.name} of rank {found.rank}, and {found.num_different - 1} more tensors, are not what was saved; "
             "remove the folder: --resume then continues from the checkpoint before it"
         )

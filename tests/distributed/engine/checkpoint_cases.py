@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.engine.checkpoint import CheckpointError
+from megatron_rl.engine.checkpoint import EngineCheckpointError
 from tests.distributed.engine.cases import Run, Setting, laid_out
 
 Weights = dict[str, Tensor]
@@ -42,7 +42,7 @@ def broken_loads(rank: int, setting: Setting, folders: list[Path]) -> list[str]:
             try:
                 run.engine.load(folder)
                 found.append("nothing")
-            except CheckpointError as error:
+            except EngineCheckpointError as error:
                 found.append(str(error))
     return found
 
@@ -55,7 +55,7 @@ def refusals(rank: int, setting: Setting, folder: Path, other: Setting) -> list[
         try:
             getattr(run.engine, action)(*args)
             found.append("nothing")
-        except (CheckpointError, OSError) as error:
+        except (EngineCheckpointError, OSError) as error:
             found.append(str(error))
 
     with laid_out(setting) as groups:

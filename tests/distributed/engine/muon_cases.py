@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl.batching import Microbatch
-from megatron_rl.engine.checkpoint import CheckpointError
+from megatron_rl.engine.checkpoint import EngineCheckpointError
 from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.objective import Denominators
 from tests.distributed.engine.cases import Run, Setting, laid_out
@@ -93,7 +93,7 @@ def other_optimizer(rank: int, setting: Setting, folder: Path, saved_by: str, lo
         Run(groups, setting, optimizer={"name": saved_by}).engine.save(folder, 0)
         try:
             Run(groups, setting, optimizer={"name": loaded_by}).engine.load(folder)
-        except CheckpointError as error:
+        except EngineCheckpointError as error:
             return str(error)
         return "nothing"
 

@@ -62,9 +62,9 @@ def test_a_folder_from_elsewhere_runs_nothing_and_a_broken_one_is_named(one: Ran
     assert not touched.exists()
     for name, said in found.items():
         assert said.startswith(f"{folders[name]} cannot be read: "), said
-        assert said.endswith("of a foreign one only the weights, by megatron-rl convert megatron-to-hf")
+        assert said.endswith("of a foreign one use only the weights, by megatron-rl convert megatron-to-hf")
     assert ".metadata asks for pathlib." in found["metadata"]
-    assert "an object beside the tensors is more than data, and is not made" in found["common"]
+    assert "an object next to the tensors is more than data, and is not made" in found["common"]
 
 
 def test_what_is_refused(four: RankPool, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_what_is_refused(four: RankPool, tmp_path: Path) -> None:
     (half / ".metadata").write_bytes((folder / ".metadata").read_bytes())
     for found in four.run(refusals, SAVED_AT["tp2 pp2 ep2"], folder, Setting("qwen3_moe_tied", Layout(4, tp=2, pp=2, ep=2))):
         assert "never overwritten" in found[0]
-        assert "not a whole checkpoint" in found[1]
-        assert "of another model: " in found[2] and "vocab_size is 103 there and 101 here" in found[2]
+        assert "not a complete checkpoint" in found[1]
+        assert "of another model: " in found[2] and "vocab_size is 103 there and 101 in this run" in found[2]
         assert "Not a directory" in found[3]
     assert not list(tmp_path.glob(".*part*"))

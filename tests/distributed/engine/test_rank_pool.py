@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.engine.rank_pool import CaseFailed, RankPool
+from megatron_rl.engine.rank_pool import CaseFailedError, RankPool
 
 
 def fails_on_the_last_rank(rank: int) -> None:
@@ -20,6 +20,6 @@ def number_of(rank: int) -> int:
 def test_a_rank_that_fails_while_another_waits_for_it_is_named() -> None:
     with RankPool(2) as pool:
         assert pool.run(number_of) == [0, 1]
-        with pytest.raises(CaseFailed, match=r"(?s)rank 1 of 2: .*this rank cannot go on"):
+        with pytest.raises(CaseFailedError, match=r"(?s)rank 1 of 2: .*this rank cannot go on"):
             pool.run(fails_on_the_last_rank)
         assert pool.run(number_of) == [0, 1]
