@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints in and out, streaming: names and shapes come from the layout table, bytes from safetensors files.
+"""Hugging Face checkpoints in and out, streaming: names and shapes come from the weight mapping, bytes from safetensors files.
 
 hf_to_megatron(hf_folder, out)                              # a dist-checkpoint that any layout loads; megatron_to_hf goes back
-checkpoint = open_checkpoint(folder)                        # either kind, as a mapping from Hugging Face names to tensors
+checkpoint = open_checkpoint(folder)                        # either format, as a mapping from Hugging Face names to tensors
 
 checkpoint = HfCheckpoint.open(folder)
 checkpoint.check(table)                                     # every name accounted for, before any work

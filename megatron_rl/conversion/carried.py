@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction that a run did not train, carried from the model that it began with into what it writes."""
+"""Multi-token prediction (MTP) layers that a run did not train, copied from its initial model into what it writes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,18 +15,23 @@ from megatron_rl.wire.tensor_spec import TensorSpec
 
 @dataclass(frozen=True)
 class CarriedLayers:
-    """Empty where the model has none, and where the policy holds them itself."""
+    """The MTP layers of a run's initial model. Empty where it has none, and where the policy has them itself."""
 
     source: Mapping[str, Tensor]
-    """The model that the run began with."""
+    """The run's initial model."""
     specs: dict[str, TensorSpec]
-    """Of all tensors that are carried or repeated."""
+    """Of all tensors that are copied from the initial model or repeat one of the policy."""
     copies: dict[str, str]
-    """Those of them that repeat a tensor of the policy (embedding, output layer), whose new values they get."""
+    """Those of them that repeat a tensor of the policy (embedding, output layer), with its name; they get its new values."""
 
     @classmethod
     def of(cls, model_folder: Path, held: Mapping[str, TensorSpec]) -> Self:
-        """held: the policy's tensors. Nothing but headers is read."""
+        """Those that the policy lacks; only headers are read.
+
+        Args:
+            model_folder: The run's initial model.
+            held: Specs of the policy's tensors.
+        """
         source = open_checkpoint(model_folder)
         table = ParameterTable(source.config, with_mtp=True)
         names = table.mtp_names & source.specs.keys() - held.keys()
@@ -34,8 +39,8 @@ class CarriedLayers:
         specs = {name: replace(held[copies[name]], name=name) if name in copies else source.specs[name] for name in sorted(names)}
         return cls(source, specs, copies)
 
-    def behind(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The policy's tensors, repeated ones beside them, then the layers as they were."""
+    def appended_to(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The policy's tensors, each followed by those that repeat it, then the MTP layers unchanged."""
         repeated: dict[str, list[str]] = {}
         for copy, original in self.copies.items():
             repeated.setdefault(original, []).append(copy)
@@ -46,7 +51,7 @@ class CarriedLayers:
 
 
 class CompletedCheckpoint:
-    """A Megatron checkpoint with the layers that it lacks and the model beside it has, under Hugging Face names."""
+    """A Megatron checkpoint under Hugging Face names, with the MTP layers of its model folder if it lacks them."""
 
     def __init__(self, checkpoint: MegatronCheckpoint) -> None:
         self._checkpoint, self._carried = checkpoint, CarriedLayers.of(checkpoint.model_folder, checkpoint.specs)

@@ -1,4 +1,4 @@
-"""Between the two kinds of checkpoint, one parameter at a time: reading runs ahead of writing by one, and no model is built."""
+"""Converts between the two checkpoint formats, one parameter at a time, reading one ahead; no model is built."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from megatron_rl.wire.tensor_spec import DTYPE_BYTES, TensorSpec
 
 T = TypeVar("T")
 Report = Callable[[int, int], None]
-"""report(bytes done, bytes in all), after each parameter."""
+"""report(bytes done, total bytes), after each parameter."""
 
 
 def hf_to_megatron(
@@ -36,15 +36,26 @@ def hf_to_megatron(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     report: Report = lambda done, total: None,
 ) -> None:
-    """Write `out`, a dist-checkpoint with config.json and tokenizer beside it, from a Hugging Face folder."""
+    """Write a dist-checkpoint, with config.json and tokenizer, from a Hugging Face folder.
+
+    Args:
+        source: The Hugging Face folder.
+        out: The new folder.
+        resume: Continue an interrupted conversion of the same source.
+        shard_bytes: Size limit of one file, exceeded only by a larger tensor.
+        report: Called with the bytes written so far, and the total.
+
+    Raises:
+        CheckpointError: `source` is not a complete checkpoint, or `out` exists or cannot be continued.
+    """
     checkpoint = HfCheckpoint.open(source)
     checkpoint.check(table_of(checkpoint))
     specs = checkpoint.specs
     config = config_of_weights(checkpoint.config, _main_dtype(specs), specs)
+    fingerprint = _fingerprint(checkpoint.folder, specs, shard_bytes)
     writer = MegatronCheckpointWriter(
-        out, config, specs, assets_from=source, shard_bytes=shard_bytes,
-        fingerprint=_fingerprint(checkpoint.folder, specs, shard_bytes), resume=resume,
-    )  # fmt: skip
+        out, config, specs, assets_from=source, shard_bytes=shard_bytes, fingerprint=fingerprint, resume=resume
+    )
     with writer:
         pending, size_of = writer.pending, partial(_num_bytes, specs)
         progress = _Progress(report, map(size_of, pending), sum(map(size_of, writer.table.parameters)))
@@ -54,24 +65,47 @@ def hf_to_megatron(
 
 
 def megatron_to_hf(
-    source: Path, out: Path, *, quantise: QuantisedAs | None = None, resume: bool = False, shard_bytes: int = DEFAULT_SHARD_BYTES,
+    source: Path,
+    out: Path,
+    *,
+    quantise: QuantisedAs | None = None,
+    resume: bool = False,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
     report: Report = lambda done, total: None,
-) -> None:  # fmt: skip
-    """Write `out`, a Hugging Face folder, from a checkpoint of a run or of `hf_to_megatron`; its matrices in NVFP4 where that is asked."""
+) -> None:
+    """Write a Hugging Face folder from a checkpoint of a run or of `hf_to_megatron`.
+
+    Args:
+        source: The Megatron checkpoint.
+        out: The new folder.
+        quantise: Which matrices are written in NVFP4, and in which format; None: none.
+        resume: Continue an interrupted conversion of the same source.
+        shard_bytes: Size limit of one file, exceeded only by a larger tensor.
+        report: Called with the bytes written so far, and the total.
+
+    Raises:
+        CheckpointError: `source` is not a complete checkpoint, or `out` exists or cannot be continued.
+        QuantisationError: The model cannot be quantised as asked.
+    """
     checkpoint = MegatronCheckpoint.open(source)
     checkpoint.check(ParameterTable(checkpoint.config))
-    whole = CompletedCheckpoint(checkpoint)
-    outgoing: Outgoing = Quantised(whole, quantise) if quantise else Plain(whole)
+    completed = CompletedCheckpoint(checkpoint)
+    outgoing: Outgoing = Quantised(completed, quantise) if quantise else Plain(completed)
     specs = outgoing.specs
-    config = {**config_of_weights(checkpoint.config, _main_dtype(checkpoint.specs), whole.specs), **outgoing.config}
+    config = {**config_of_weights(checkpoint.config, _main_dtype(checkpoint.specs), completed.specs), **outgoing.config}
     writer = HfCheckpointWriter(
-        out, specs, config, assets_from=checkpoint.model_folder, shard_bytes=shard_bytes,
-        fingerprint=_fingerprint(checkpoint.folder, specs, shard_bytes, quantise), resume=resume,
-    )  # fmt: skip
+        out,
+        specs,
+        config,
+        assets_from=checkpoint.model_folder,
+        shard_bytes=shard_bytes,
+        fingerprint=_fingerprint(checkpoint.folder, specs, shard_bytes, quantise),
+        resume=resume,
+    )
     with writer:
         pending = writer.pending
         progress = _Progress(report, (specs[name].num_bytes for name in pending), sum(spec.num_bytes for spec in specs.values()))
-        # What is made from one tensor may be cut over two files: then each of them asks for it.
+        # The tensors made from one source tensor may be in two files: then each file reads the source.
         parts = [(origin, list(names)) for origin, names in groupby(pending, outgoing.source_of)]
         for (_, names), tensors in zip(parts, read_ahead(partial(outgoing.read, origin) for origin, _ in parts), strict=True):
             for name in names:
@@ -80,7 +114,10 @@ def megatron_to_hf(
 
 
 def read_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """The jobs' results in order. The next job runs in a thread while a result is used, so that two results exist at a time."""
+    """The jobs' results in order.
+
+    The next job runs in a thread while a result is used, so that two results exist at a time.
+    """
     with ThreadPoolExecutor(1) as reader:
         upcoming = None
         for job in jobs:
@@ -104,7 +141,7 @@ class _Progress:
 
 
 def _rows(checkpoint: HfCheckpoint, parameter: Parameter) -> list[Tensor]:
-    """Out of the mapped file: the copy is what reads it."""
+    """The copy reads them from the mapped file."""
     return [
         piece.clone(memory_format=torch.contiguous_format)
         for piece in parameter.mapping.row_pieces(parameter.parts_of(checkpoint))
@@ -126,7 +163,7 @@ def _main_dtype(specs: dict[str, TensorSpec]) -> str:
 
 
 def _fingerprint(folder: Path, specs: Mapping[str, TensorSpec], shard_bytes: int, quantise: QuantisedAs | None = None) -> str:
-    """Of what a conversion is made from: names, shapes and dtypes, how they are quantised, and the files' names, sizes and times."""
+    """Of the input of a conversion: names, shapes and dtypes, how they are quantised, and the files' names, sizes and times."""
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file())
     content = [
         str(folder.resolve()),

@@ -4,14 +4,15 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from megatron_rl.errors import UserError
 from megatron_rl.weight_mapping.errors import nearest
 
 _MAX_HINTS = 20
-"""A hint compares one name with all others, which takes a second for a model with ten thousands of tensors."""
+"""A hint compares one name with all others, which takes a second for a model with tens of thousands of tensors."""
 
 
-class CheckpointError(ValueError):
-    """A folder that is not a complete, readable checkpoint of the model that its config describes."""
+class CheckpointError(UserError, ValueError):
+    """A folder is not a complete, readable checkpoint of the model that its config describes, or cannot be written as one."""
 
 
 class NameReport:
@@ -20,14 +21,14 @@ class NameReport:
     def __init__(self, expected: Iterable[str], found: Iterable[str]) -> None:
         self._expected, self._found = set(expected), set(found)
         self.missing = sorted(self._expected - self._found)
-        self.left_over = sorted(self._found - self._expected)
+        self.unexpected = sorted(self._found - self._expected)
         self.wrong: list[str] = []
         self._hints = 0
 
     def text(self) -> str:
         """One line for each kind of problem; "" when there is none."""
-        lines = [self._line("missing", names, self.left_over) for names in _alike(self.missing)]
-        lines += [self._line("not part of the model", names, self._expected) for names in _alike(self.left_over)]
+        lines = [self._line("missing", names, self.unexpected) for names in _alike(self.missing)]
+        lines += [self._line("not part of the model", names, self._expected) for names in _alike(self.unexpected)]
         return "\n  ".join(lines + self.wrong)
 
     def _line(self, problem: str, names: Sequence[str], candidates: Iterable[str]) -> str:

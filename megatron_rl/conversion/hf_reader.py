@@ -22,20 +22,26 @@ _WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class HfCheckpoint(Mapping[str, Tensor]):
-    """Each access maps the tensor's bytes from its file: they are read when they are touched, a slice touches only its own,
-    and they leave memory with the tensor. Writing to such a tensor changes neither the file nor what the next access returns.
-    Block-scaled FP8 and NVFP4 weights are dequantised at each access.
+    """A mapping from names to tensors, each memory-mapped at each access.
+
+    Bytes are read when they are touched; a slice touches only its own, and they leave memory with the tensor. Writing to such a
+    tensor changes neither the file nor what the next access returns. Block-scaled FP8 and NVFP4 weights are dequantised at each
+    access.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any], stored: dict[str, ReadableTensor]) -> None:
         self.folder = folder
         self.config = config
-        """config.json as it is, but for the quantisation of weights that are read in bf16."""
+        """config.json, without the quantisation of weights that are dequantised when they are read."""
         self.stored = stored
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """Read config, index and headers. CheckpointError lists everything that is missing or broken."""
+        """Read config, index and headers.
+
+        Raises:
+            CheckpointError: Lists everything that is missing or damaged.
+        """
         folder = Path(folder)
         config = read_config(folder)
         problems: list[str] = []
@@ -45,11 +51,11 @@ class HfCheckpoint(Mapping[str, Tensor]):
             try:
                 stored.update(read_header(folder / file))
             except FileNotFoundError:
-                problems.append(f"{folder / file} is not there")
+                problems.append(f"{folder / file} does not exist")
             except CheckpointError as error:
                 problems.append(str(error))
         if problems:
-            raise CheckpointError(f"{folder} is not a complete checkpoint:\n  " + "\n  ".join(problems))
+            raise CheckpointError(f"{folder} is not a complete checkpoint; fetch the files again:\n  " + "\n  ".join(problems))
         for name, file in index.items():
             if name not in stored or stored[name].file.name != file:
                 problems.append(f"the index places {name} in {file}, which does not hold it")
@@ -68,8 +74,13 @@ class HfCheckpoint(Mapping[str, Tensor]):
         return {name: stored.spec for name, stored in self.stored.items()}
 
     def check(self, table: ParameterTable) -> None:
-        """CheckpointError, with all that is missing, left over, or of a wrong shape or dtype, unless it is exactly the
-        table's model. Reads headers only, except for the copy of a tied output layer, which has to be a copy."""
+        """Return if it is exactly the table's model.
+
+        Reads headers only, except for the copy of a tied output layer, which must equal its source.
+
+        Raises:
+            CheckpointError: Lists all tensors that are missing, unexpected, or of a wrong shape or dtype.
+        """
         tied = {copy: source for copy, source in table.tied.items() if copy in self.stored}
         expected = dict(table.hf_shapes)
         expected |= {copy: expected[source] for copy, source in tied.items()}
@@ -79,7 +90,7 @@ class HfCheckpoint(Mapping[str, Tensor]):
             if spec.shape != expected[name]:
                 report.wrong.append(f"wrong shape: {name} is {list(spec.shape)}, expected {list(expected[name])}")
             elif spec.dtype not in _WEIGHT_DTYPES:
-                report.wrong.append(f"wrong dtype: {name} is {spec.dtype}; quantised weights have to be dequantised first")
+                report.wrong.append(f"wrong dtype: {name} is {spec.dtype}; dequantise the checkpoint first")
         report.wrong.sort()
         if not report.text():
             report.wrong += [

@@ -1,4 +1,4 @@
-"""Writes a Hugging Face checkpoint folder: planned from names and shapes, filled as tensors arrive, then renamed into place."""
+"""Writes a Hugging Face checkpoint folder: file headers first, tensors as they arrive, then the folder is renamed into place."""
 
 import os
 from collections import defaultdict
@@ -36,15 +36,20 @@ def write_hf_checkpoint(
     assets_from: str | Path | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Write `tensors` (Hugging Face names, any order) to a new folder that transformers and vLLM can load.
+    """Write a new folder that transformers and vLLM can load.
 
-    dtype: of the weights, and what config.json will say; tensors of another dtype are cast.
-    specs: the names, shapes and dtypes to expect; by default those of the config's model, without layers for multi-token prediction. Without layers for multi-token prediction among them
-    config.json promises none.
-    assets_from: model folder whose tokenizer, chat template and generation config are copied.
-    shard_bytes: limit for one file, exceeded only by a tensor that is larger by itself.
+    Args:
+        folder: The new folder.
+        tensors: Hugging Face names and tensors, in any order.
+        config: config.json of the model.
+        dtype: Of the weights, also in config.json; tensors of another dtype are cast.
+        specs: Names, shapes and dtypes to expect; by default those of the config's model, without MTP layers. Without MTP layers
+            among them, config.json has none.
+        assets_from: Model folder whose tokenizer, chat template and generation config are copied.
+        shard_bytes: Size limit of one file, exceeded only by a larger tensor.
 
-    CheckpointError, and no folder, when a tensor is missing, unknown, repeated or of a wrong shape, or the folder exists.
+    Raises:
+        CheckpointError: A tensor is missing, unknown, repeated or of a wrong shape, or the folder exists. No folder is left then.
     """
     specs = ParameterTable(config).hf_specs(dtype) if specs is None else specs
     config = config_of_weights(config, dtype_name(dtype), specs)
@@ -54,21 +59,33 @@ def write_hf_checkpoint(
 
 
 def config_of_weights(config: Mapping[str, Any], dtype: str, names: Iterable[str]) -> dict[str, Any]:
-    """The config of a checkpoint of these tensors, whose weights are `dtype`; without layers for multi-token prediction among them it must
-    not promise any."""
+    """config.json of a checkpoint of these tensors; without MTP layers among them it has none either.
+
+    Args:
+        config: config.json of the model.
+        dtype: Of the weights, such as "bfloat16".
+        names: Hugging Face names of the tensors.
+    """
     written_out = FAMILIES[config["model_type"]].written_out if config.get("model_type") in FAMILIES else {}
     kept = {**written_out, **{key: value for key, value in config.items() if key != "torch_dtype"}}
     kept["dtype"] = dtype
-    promised = [key for key in ("num_nextn_predict_layers", "num_mtp_layers") if kept.get(key)]
-    if promised and ParameterTable(config).mtp_names.isdisjoint(names):
-        kept |= dict.fromkeys(promised, 0)
+    mtp_keys = [key for key in ("num_nextn_predict_layers", "num_mtp_layers") if kept.get(key)]
+    if mtp_keys and ParameterTable(config).mtp_names.isdisjoint(names):
+        kept |= dict.fromkeys(mtp_keys, 0)
     return kept
 
 
 class HfCheckpointWriter:
-    """The folder appears when the `with` block ends without an error and every tensor has been written.
+    """Takes tensors in any order; the folder appears when the `with` block ends without an error and all are written.
 
-    fingerprint, resume: as PartialFolder takes them. `pending` is what is left to write after an interruption.
+    Args:
+        folder: The new folder.
+        specs: Names, shapes and dtypes of all tensors.
+        config: config.json.
+        assets_from: Model folder whose tokenizer, chat template and generation config are copied.
+        shard_bytes: Size limit of one file, exceeded only by a larger tensor.
+        fingerprint: See PartialFolder.
+        resume: See PartialFolder.
     """
 
     def __init__(
@@ -93,10 +110,10 @@ class HfCheckpointWriter:
 
     def __enter__(self) -> Self:
         if self._assets_from is not None and not self._assets_from.is_dir():
-            raise CheckpointError(f"{self._assets_from}, which should give tokenizer and chat template, is not a folder")
+            raise CheckpointError(f"{self._assets_from} is not a folder; tokenizer and chat template are copied from there")
         self._partial = PartialFolder(self._folder, self._fingerprint, resume=self._resume)
         try:
-            self._lay_out_files()
+            self._create_files()
         except BaseException:
             self._abandon()
             raise
@@ -104,11 +121,15 @@ class HfCheckpointWriter:
 
     @property
     def pending(self) -> list[str]:
-        """Names that are not written yet, file by file."""
+        """Names of tensors that are not written yet, file by file."""
         return [name for name, place in self._places.items() if name in self._left.get(place.file, ())]
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor to its place, cast to the planned dtype."""
+        """Write one tensor to its place, cast to the dtype of its spec.
+
+        Raises:
+            CheckpointError: The name is unknown or repeated, or the shape is wrong.
+        """
         place = self._places.get(name)
         if place is None:
             raise CheckpointError(f"{name} is not a tensor of this checkpoint{nearest(name, self._places)}")
@@ -117,7 +138,7 @@ class HfCheckpointWriter:
         if name not in self._left.get(place.file, ()):
             raise CheckpointError(f"{name} was written twice")
         flat = tensor.detach().to("cpu", place.spec.torch_dtype).contiguous().flatten()
-        _write_all(self._files[place.file], memoryview(flat.view(torch.uint8).numpy()), place.start)
+        _write_all(self._files[place.file], flat.view(torch.uint8).numpy().data, place.start)
         self._left[place.file].remove(name)
         if not self._left[place.file]:
             del self._left[place.file]
@@ -128,11 +149,11 @@ class HfCheckpointWriter:
             if kind is None:
                 self._finish()
         finally:
-            # After success the folder has moved away and nothing is left to remove.
+            # After success the folder has been renamed and nothing is left to remove.
             self._abandon()
 
-    def _lay_out_files(self) -> None:
-        groups = cut(self._specs, self._shard_bytes)
+    def _create_files(self) -> None:
+        groups = shards_of(self._specs, self._shard_bytes)
         count = len(groups)
         for number, specs in enumerate(groups, start=1):
             file = self._partial.path / (SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors")
@@ -150,7 +171,7 @@ class HfCheckpointWriter:
 
     def _index(self) -> dict[str, Any]:
         metadata = {"total_size": sum(spec.num_bytes for spec in self._specs.values())}
-        if "quantization_config" not in self._config:  # the elements of packed weights and scales are no parameters
+        if "quantization_config" not in self._config:  # elements of packed weights and scales are not parameters
             metadata["total_parameters"] = sum(
                 torch.Size(s.shape).numel() for name, s in self._specs.items() if not name.endswith(_BUFFER)
             )
@@ -171,7 +192,7 @@ class HfCheckpointWriter:
         self._partial.abandon()
 
 
-def cut(specs: Mapping[str, TensorSpec], shard_bytes: int) -> list[dict[str, TensorSpec]]:
+def shards_of(specs: Mapping[str, TensorSpec], shard_bytes: int) -> list[dict[str, TensorSpec]]:
     """Consecutive groups of at most `shard_bytes`; a larger tensor is a group by itself."""
     groups: list[dict[str, TensorSpec]] = [{}]
     used = 0

@@ -1,4 +1,4 @@
-"""What lies beside a model's weights: config.json, tokenizer, chat template, generation config."""
+"""Files of a model folder other than weights: config.json, tokenizer, chat template, generation config."""
 
 import json
 import shutil
@@ -30,10 +30,16 @@ _ASSETS = (
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder."""
+    """config.json of a model folder.
+
+    Raises:
+        CheckpointError: The file is missing or is not a JSON object.
+    """
     file = folder / CONFIG_FILE
     if not file.is_file():
-        raise CheckpointError(f"{folder} is not a model folder: it has no config.json")
+        raise CheckpointError(
+            f"{folder} is not a model folder: it has no config.json; name the folder of a Hugging Face or a converted model"
+        )
     return read_json(file)
 
 
@@ -45,7 +51,13 @@ def hf_config_of(config: Config) -> dict[str, Any]:
 
 
 def write_model_files(folder: Path, config: Mapping[str, Any], assets_from: Path | None) -> None:
-    """config.json, and the other files of the model folder `assets_from`."""
+    """Write config.json, and copy tokenizer, chat template, generation config and code.
+
+    Args:
+        folder: The new model folder.
+        config: The content of config.json.
+        assets_from: The model folder whose files are copied; None: none.
+    """
     write_json(folder / CONFIG_FILE, config)
     if assets_from is None:
         return
@@ -57,6 +69,11 @@ def write_model_files(folder: Path, config: Mapping[str, Any], assets_from: Path
 
 
 def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: The file cannot be read or is not a JSON object.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -64,9 +81,10 @@ def read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} has to be a JSON object")
+        raise CheckpointError(f"{file} must be a JSON object")
     return content
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object, indented and with sorted keys."""
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -90,7 +90,8 @@ def _wrong(packed: TensorSpec, block_scales: TensorSpec, global_scale: TensorSpe
     problems = []
     if block_scales != expected:
         problems.append(
-            f"{block_scales.name} is {block_scales.dtype} {list(block_scales.shape)}, expected {expected.dtype} {list(expected.shape)}"
+            f"{block_scales.name} is {block_scales.dtype} {list(block_scales.shape)}, "
+            f"expected {expected.dtype} {list(expected.shape)}"
         )
     if global_scale.num_bytes != 4 or global_scale.dtype != "float32":
         problems.append(f"{global_scale.name} is {global_scale.dtype} {list(global_scale.shape)}, expected one float32")

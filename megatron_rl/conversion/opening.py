@@ -1,4 +1,4 @@
-"""A model's weights from whichever kind of checkpoint a folder holds."""
+"""A model's weights from a checkpoint in either format."""
 
 from pathlib import Path
 
@@ -8,12 +8,15 @@ from megatron_rl.weight_mapping import ParameterTable
 
 
 def open_checkpoint(folder: str | Path) -> HfCheckpoint | MegatronCheckpoint:
-    """A mapping from Hugging Face names to tensors, read as they are touched; both kinds have `config` and `check`."""
-    kind = MegatronCheckpoint if is_megatron_checkpoint(Path(folder)) else HfCheckpoint
-    return kind.open(folder)
+    """A mapping from Hugging Face names to tensors, read as they are touched; both formats have `config` and `check`.
+
+    Raises:
+        CheckpointError: The folder is not a complete checkpoint.
+    """
+    return MegatronCheckpoint.open(folder) if is_megatron_checkpoint(Path(folder)) else HfCheckpoint.open(folder)
 
 
 def table_of(checkpoint: HfCheckpoint | MegatronCheckpoint) -> ParameterTable:
-    """What it should hold, with the layers for multi-token prediction if it has any of them."""
+    """The parameters that a checkpoint should hold, including MTP layers if it has any of them."""
     with_mtp = bool(ParameterTable(checkpoint.config).mtp_names & checkpoint.keys())
     return ParameterTable(checkpoint.config, with_mtp=with_mtp)

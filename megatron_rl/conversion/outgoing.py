@@ -1,4 +1,4 @@
-"""What leaves a Megatron checkpoint for a Hugging Face folder: its tensors as they are, or its matrices in NVFP4."""
+"""The tensors that an export of a Megatron checkpoint writes: unchanged, or with matrices in NVFP4."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,23 +28,27 @@ class Outgoing(Protocol):
         ...
 
     def source_of(self, name: str) -> str:
-        """The checkpoint's tensor that it is made from."""
+        """The checkpoint's tensor that a tensor of the folder is made from."""
         ...
 
     def read(self, source: str) -> Mapping[str, Tensor]:
-        """All that is made from one of the checkpoint's tensors, in memory."""
+        """All tensors that are made from one of the checkpoint's, in memory."""
         ...
 
 
 class Plain:
+    """All tensors as the checkpoint has them."""
+
     def __init__(self, checkpoint: CompletedCheckpoint) -> None:
         self._checkpoint, self.specs = checkpoint, checkpoint.specs
         self.config: Mapping[str, Any] = {}
 
     def source_of(self, name: str) -> str:
+        """The tensor itself."""
         return name
 
     def read(self, source: str) -> Mapping[str, Tensor]:
+        """A copy in memory."""
         return {source: self._checkpoint[source].clone(memory_format=torch.contiguous_format)}
 
 
@@ -62,8 +66,8 @@ class QuantisedAs:
 class Quantised:
     """Matrices in NVFP4, as a trainer with the same [precision] multiplies with them, to the last bit.
 
-    A global scale is known when all that shares it has been seen: the members of a group are read once for it and once more to be
-    quantised, and memory stays that of a few tensors. Layers for multi-token prediction stay as they are.
+    A global scale depends on all matrices that share it: the members of a group are read once for it and once more to be
+    quantised, so that memory stays that of a few tensors. MTP layers are not quantised.
     """
 
     def __init__(self, checkpoint: CompletedCheckpoint, wanted: QuantisedAs) -> None:
@@ -84,9 +88,11 @@ class Quantised:
         self.config = {"quantization_config": wanted.stored_as.config(*left_out(table, selection))}
 
     def source_of(self, name: str) -> str:
+        """The matrix of a packed tensor or a scale; any other tensor itself."""
         return self._sources[name]
 
     def read(self, source: str) -> Mapping[str, Tensor]:
+        """Packed values and scales of a matrix; any other tensor as it is."""
         if source not in self._group_of:
             return {source: self._checkpoint[source].clone(memory_format=torch.contiguous_format)}
         return self._stored_as.tensors(source, self._checkpoint[source], self._amax(self._group_of[source]))
@@ -101,10 +107,13 @@ class Quantised:
 
 
 def left_out(table: ParameterTable, selection: Selection) -> tuple[list[str], list[str]]:
-    """Linear maps that are not quantised, by their Hugging Face names, and lists of experts none of which is.
+    """What is not quantised, for the `ignore` list of config.json.
 
-    vLLM takes an entry of ModelOpt's list as a part of a name, too ("model.layers.1" would be in "model.layers.10"): only whole names of
-    modules are safe.
+    vLLM also matches an entry of ModelOpt's list as a part of a name ("model.layers.1" is in "model.layers.10"): only complete
+    names of modules are safe.
+
+    Returns:
+        Hugging Face names of linear maps, and names of lists of experts none of which is quantised.
     """
     copies = [name for name in table.mtp_copies if "head" in name]
     modules = dict.fromkeys(name.removesuffix(".weight") for name in ("lm_head.weight", *copies))

@@ -1,4 +1,4 @@
-"""A folder under another name until it is whole; an interrupted one can be gone on with, file by file."""
+"""A folder under a temporary name until it is complete; an interrupted one can be continued, file by file."""
 
 import json
 import os
@@ -13,22 +13,30 @@ _JOURNAL = "finished.jsonl"
 
 
 class PartialFolder:
-    """`path` is where files are written; `publish` gives the folder its name.
+    """Files are written in `path`; `publish` gives the folder its name.
 
-    fingerprint: what the content is made from. With it, an interrupted folder stays, and a later one with the same fingerprint and
-    resume=True finds its finished files; without it (None) nothing is left of an interrupted one.
+    Args:
+        folder: The final name; must not exist, or be an empty folder.
+        fingerprint: Of the input. With it, an interrupted folder stays, and a later one with the same fingerprint and resume=True
+            finds its finished files. None: an interrupted folder is removed.
+        resume: Continue an interrupted folder if there is one.
+
+    Raises:
+        CheckpointError: The folder exists, or an interrupted one is there that may not be continued.
     """
 
     def __init__(self, folder: Path, fingerprint: str | None = None, *, resume: bool = False) -> None:
         self._folder, self._fingerprint = folder, fingerprint
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise CheckpointError(f"{folder} is already there; remove it or choose another folder")
+            raise CheckpointError(f"{folder} already exists; remove it or choose another folder")
         self.path = folder.with_name(f".{folder.name}.partial" + ("" if fingerprint else f"-{os.getpid()}"))
         self.finished: dict[str, Any] = self._earlier() if resume and fingerprint else {}
-        """Files that an earlier attempt finished, with their notes."""
+        """Files that an earlier attempt completed, with their notes."""
         if self.path.exists() and not self.finished:
             if fingerprint and not resume:
-                raise CheckpointError(f"{self.path} is left of an interrupted conversion: go on with --resume, or remove it")
+                raise CheckpointError(
+                    f"{self.path} is left over from an interrupted conversion: continue it with --resume, or remove it"
+                )
             shutil.rmtree(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         if not self.finished:
@@ -37,11 +45,17 @@ class PartialFolder:
         self._syncing: list[Future] = []
 
     def finish(self, descriptor: int, file: str, note: Any = None) -> None:
-        """All bytes of a file are written: bring them to disk behind the writer's back, then note it. Closes the descriptor."""
+        """Sync a complete file to disk in a thread, then note it in the journal.
+
+        Args:
+            descriptor: Of the file; it is closed.
+            file: Its name.
+            note: Plain values that `finished` has for it after a restart.
+        """
         self._syncing.append(self._syncer.submit(self._sync, descriptor, file, note))
 
     def publish(self) -> None:
-        """Wait for the disk, then give the folder its name."""
+        """Wait until all files are on disk, then rename the folder."""
         self._wait()
         (self.path / _JOURNAL).unlink()
         if self._folder.exists():
@@ -54,7 +68,7 @@ class PartialFolder:
             os.close(directory)
 
     def abandon(self) -> None:
-        """After an error: what can be gone on with stays, everything else goes."""
+        """After an error: remove the folder, unless it can be continued."""
         self._syncer.shutdown(wait=True)
         if self._fingerprint is None:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -86,7 +100,8 @@ class PartialFolder:
         entries = [json.loads(line) for line in lines]
         if not entries or entries[0].get("fingerprint") != self._fingerprint:
             raise CheckpointError(
-                f"{self.path} is left of a conversion of another source, or of the source before it was changed; remove it and begin anew"
+                f"{self.path} is left over from a conversion of another source, or of the source before it was changed; "
+                "remove it and start again"
             )
         journal.write_text("".join(lines), encoding="utf-8")
         return {entry["file"]: entry["note"] for entry in entries[1:]}

@@ -1,4 +1,4 @@
-"""A model folder with random weights: the start of the demo, and the subject of checks and tests."""
+"""A model folder with random weights: for models that are trained from scratch, and for checks and tests."""
 
 import hashlib
 import json
@@ -26,10 +26,19 @@ def make_random_model(
     tokenizer: Literal["characters"] | None = "characters",
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write a complete model folder: config, weights initialised as transformers does, and a tokenizer unless None.
+    """Write a complete model folder: config, weights initialised as transformers does, and a tokenizer.
 
-    hf_config needs `model_type` and the sizes; `architectures`, and with a tokenizer its token ids, are filled in. The same
-    seed gives the same weights, whatever the order or machine. CheckpointError if the folder is there.
+    The same seed gives the same weights, whatever the order or machine.
+
+    Args:
+        folder: The new folder.
+        hf_config: `model_type` and the sizes; `architectures`, and with a tokenizer its token ids, are filled in.
+        seed: Of the weights.
+        tokenizer: "characters", or None for a folder without a tokenizer.
+        dtype: Of the weights.
+
+    Raises:
+        CheckpointError: The folder exists, or the config contradicts the tokenizer.
     """
     config = {"architectures": [family_of(hf_config).causal_lm], **hf_config}
     with TemporaryDirectory() as assets:
@@ -41,14 +50,14 @@ def make_random_model(
 
 
 def random_hf_tensors(table: ParameterTable, seed: int, pad_token_id: int | None = None) -> Iterator[tuple[str, Tensor]]:
-    """fp32 weights: normal with the config's `initializer_range`, norms 1, biases 0, the embedding of the padding token 0."""
+    """fp32 weights by Hugging Face names: normal with std `initializer_range`; norms 1; biases and the padding embedding 0."""
     std = table.architecture.initializer_range
     for name, shape in table.hf_shapes.items():
         role = table.by_hf_name(name)[0].role
         if role in _CONSTANT:
             yield name, torch.full(shape, _CONSTANT[role])
             continue
-        # Seeded by name, so that a tensor does not depend on which others are drawn, or in which order.
+        # Seeded by name, so that a tensor depends neither on which others there are nor on their order.
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         values = torch.randn(shape, generator=generator).mul_(std)

@@ -1,4 +1,4 @@
-"""The safetensors file format, as far as streaming needs it: headers with offsets, in both directions.
+"""The part of the safetensors file format that streaming needs: reading and writing headers with offsets.
 
 A file is the length of the header (8 bytes, little endian), the header (JSON: for each tensor dtype, shape and the range of
 its bytes, counted from the end of the header), and the bytes. Format: https://github.com/huggingface/safetensors
@@ -32,12 +32,16 @@ _ALIGNMENT = 8
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file; CheckpointError where the file is cut off or is not safetensors."""
+    """The tensors of one file.
+
+    Raises:
+        CheckpointError: The file is truncated or is not a safetensors file.
+    """
     size = file.stat().st_size
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{file}: not a safetensors file, or cut off: its header would have {length} of {size} bytes")
+            raise CheckpointError(f"{file}: not a safetensors file, or truncated: its header would have {length} of {size} bytes")
         try:
             header = json.loads(stream.read(length))
         except ValueError as error:
@@ -50,19 +54,19 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 def _stored(file: Path, name: str, entry: Mapping, base: int, size: int) -> StoredTensor:
     if entry["dtype"] not in _DTYPES:
-        raise CheckpointError(f"{file}: {name} has dtype {entry['dtype']}; readable are {', '.join(_DTYPES)}")
+        raise CheckpointError(f"{file}: {name} has dtype {entry['dtype']}; supported are {', '.join(_DTYPES)}")
     spec = TensorSpec(name, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
     start, end = (base + offset for offset in entry["data_offsets"])
     if end > size or end - start != spec.num_bytes:
         raise CheckpointError(
-            f"{file}: {name} should be bytes {start} to {end} ({spec.num_bytes} for its shape), but the file has {size}; "
+            f"{file}: {name} should be bytes {start} to {end} ({spec.num_bytes} for its shape), but the file has {size} bytes; "
             "fetch the file again"
         )
     return StoredTensor(file, spec, start)
 
 
 def plan_file(file: Path, specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, StoredTensor]]:
-    """Header of a file that is going to hold `specs`, and where each tensor's bytes belong."""
+    """Header of a file that will hold `specs`, and the place of each tensor in it."""
     # Wide elements first, so that every tensor starts at a multiple of its element size.
     order = sorted(specs, key=lambda name: -DTYPE_BYTES[specs[name].dtype])
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}

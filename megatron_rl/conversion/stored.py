@@ -21,8 +21,11 @@ class StoredTensor:
     """Its first byte, counted from the beginning of the file."""
 
     def map(self) -> Tensor:
-        """Its bytes, mapped: a slice touches only its own, and they leave memory with the tensor. Writing to it changes neither
-        the file nor what the next mapping holds."""
+        """The tensor, memory-mapped.
+
+        A slice touches only its own bytes, and they leave memory with the tensor. Writing to it changes neither the file nor the
+        next mapping.
+        """
         if self.spec.num_bytes == 0:
             return torch.empty(self.spec.shape, dtype=self.spec.torch_dtype)
         pages, offset = map_bytes(self.file, self.start, self.spec.num_bytes)
@@ -48,10 +51,10 @@ class ReadableTensor(Protocol):
 
 
 def map_bytes(file: Path, start: int, num_bytes: int) -> tuple[mmap.mmap, int]:
-    """A private mapping that holds the bytes, and where in it they begin.
+    """A private mapping that holds the bytes, and their offset in it.
 
-    One for each tensor, not for each file: a private mapping counts as memory that might be needed, and the kernel refuses one that
-    is larger than the machine's.
+    One mapping for each tensor, not for each file: the kernel counts a private mapping as memory that may be needed, and refuses
+    one that is larger than the machine's memory.
     """
     offset = start % mmap.ALLOCATIONGRANULARITY  # a mapping starts at a page
     with open(file, "rb") as stream:
@@ -62,6 +65,6 @@ def tensor_in(pages: mmap.mmap, offset: int, spec: TensorSpec) -> Tensor:
     """The tensor whose bytes begin at `offset` of a mapping."""
     found = torch.frombuffer(pages, dtype=torch.uint8, offset=offset, count=spec.num_bytes)
     if offset % DTYPE_BYTES[spec.dtype]:
-        # Files by other writers need not be aligned; a typed view has to be.
+        # Files of other writers may be unaligned; a typed view must be aligned.
         found = found.clone()
     return found.view(spec.torch_dtype).view(spec.shape)

@@ -1,4 +1,4 @@
-"""A whole model from shards that are brought together one parameter at a time."""
+"""A complete model from shards that are gathered one parameter at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -8,9 +8,14 @@ from megatron_rl.weight_mapping import Assembly, Parameter, ParameterTable
 
 
 def hf_tensors(table: ParameterTable, gather: Callable[[Parameter], Sequence[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face names and tensors of the whole model, one parameter at a time in the order of the table.
+    """Hugging Face names and tensors of the model, one parameter at a time in the table's order.
 
-    gather: returns the shards of a parameter in the order of `Placement.owners`. How they come here (a file, a list) is the caller's.
+    Args:
+        table: The model's parameters.
+        gather: Returns the shards of a parameter in the order of `Placement.owners`, from wherever they are.
+
+    Yields:
+        Names and full tensors.
     """
     assembly = Assembly()
     for parameter in table.parameters:

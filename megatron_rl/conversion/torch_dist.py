@@ -1,8 +1,8 @@
 """The torch_dist format of Megatron's dist-checkpoints, tensor by tensor: no model is built and no process group is needed.
 
-A folder holds `.metadata` (a pickle of torch.distributed.checkpoint's Metadata: for each key the global shape and the chunks, for each
-chunk its file and range of bytes), files `__0_0.distcp`, ... in which each chunk is one archive as torch.save writes it, common.pt
-(everything that is no tensor), and metadata.json, which is written last.
+A folder holds `.metadata` (a pickle of torch.distributed.checkpoint's Metadata: for each key the global shape and the chunks, for
+each chunk its file and range of bytes), files `__0_0.distcp`, ... in which each chunk is one archive as torch.save writes it,
+common.pt (everything that is not a tensor), and metadata.json, which is written last.
 """
 
 import io
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
-)  # fmt: skip
+)
 from torch.utils.serialization import config as serialization
 
 from megatron_rl.conversion.errors import CheckpointError
@@ -35,7 +35,7 @@ from megatron_rl.engine.stored_metadata import MetadataError, read_metadata
 from megatron_rl.wire.tensor_spec import TensorSpec, dtype_name
 
 SEAL = "metadata.json"
-"""A folder without it is not whole."""
+"""Written last: a folder without it is incomplete."""
 _METADATA, _COMMON = ".metadata", "common.pt"
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 _ALIGNMENT = 64
@@ -66,15 +66,13 @@ class Chunk:
             data = [entry for entry in archive.infolist() if "/data/" in entry.filename]
         if len(data) != 1 or data[0].file_size != spec.num_bytes or data[0].compress_type != zipfile.ZIP_STORED:
             raise CheckpointError(
-                f"{self.file}: the archive at byte {self.start} does not hold one {spec.dtype} tensor of shape {list(spec.shape)} "
-                f"({self.key}); the file is damaged, copy it again"
+                f"{self.file}: the archive at byte {self.start} does not hold one {spec.dtype} tensor of shape "
+                f"{list(spec.shape)} ({self.key}); the file is damaged, copy it again"
             )
-        # Local header: 30 bytes, the last four of which are the lengths of the name and of the extra field behind it.
+        # Local header: 30 bytes, the last four of which are the lengths of the name and of the extra field after it.
         header = data[0].header_offset
-        lengths = int.from_bytes(pages[header + 26 : header + 28], "little") + int.from_bytes(
-            pages[header + 28 : header + 30], "little"
-        )
-        return tensor_in(pages, header + 30 + lengths, spec)
+        name_bytes, extra_bytes = (int.from_bytes(pages[at : at + 2], "little") for at in (header + 26, header + 28))
+        return tensor_in(pages, header + 30 + name_bytes + extra_bytes, spec)
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,14 @@ class StoredArray:
     chunks: tuple[Chunk, ...]
 
     def read(self, index: Sequence[int] = ()) -> Tensor:
-        """The tensor at `index` of the leading dimensions: mapped where one chunk is all of it, put together otherwise."""
+        """The tensor at `index` of the leading dimensions.
+
+        Returns:
+            A memory-mapped tensor where one chunk holds all of it; otherwise a new one, assembled from the chunks.
+
+        Raises:
+            CheckpointError: The chunks do not cover it exactly once.
+        """
         first, shape = len(index), self.shape[len(index) :]
         inside = [chunk for chunk in self.chunks if _holds(chunk, index)]
         if len(inside) == 1 and inside[0].shape[first:] == shape:
@@ -96,28 +101,34 @@ class StoredArray:
             box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets[first:], chunk.shape[first:], strict=True))
             full[box] = _at(chunk, index)
         if sum(torch.Size(chunk.shape[first:]).numel() for chunk in inside) != full.numel():
-            raise CheckpointError(f"the chunks of a tensor of shape {list(self.shape)} do not cover it once")
+            raise CheckpointError(
+                f"the chunks of a tensor of shape {list(self.shape)} do not cover it exactly once; the checkpoint is damaged"
+            )
         return full
 
 
 def _holds(chunk: Chunk, index: Sequence[int]) -> bool:
-    return all(o <= i < o + n for i, o, n in zip(index, chunk.offsets, chunk.shape))
+    return all(o <= i < o + n for i, o, n in zip(index, chunk.offsets, chunk.shape, strict=False))
 
 
 def _at(chunk: Chunk, index: Sequence[int]) -> Tensor:
     values = chunk.map()
-    for number, offset in zip(index, chunk.offsets):
+    for number, offset in zip(index, chunk.offsets, strict=False):
         values = values[number - offset]
     return values
 
 
 def read_torch_dist(folder: Path) -> dict[str, StoredArray]:
-    """All tensors of a folder by key; CheckpointError where it is not whole or not of this format."""
+    """All tensors of a folder by key.
+
+    Raises:
+        CheckpointError: The folder is incomplete or in another format.
+    """
     if not (folder / SEAL).is_file():
-        raise CheckpointError(f"{folder} is not a whole Megatron checkpoint: it has no {SEAL}")
+        raise CheckpointError(f"{folder} is not a complete Megatron checkpoint: it has no {SEAL}")
     backend = json.loads((folder / SEAL).read_text()).get("sharded_backend")
     if backend != "torch_dist":
-        raise CheckpointError(f"{folder} is written by {backend!r}; only torch_dist can be read")
+        raise CheckpointError(f"{folder} has format {backend!r}; only torch_dist can be read")
     try:
         metadata = read_metadata(folder / _METADATA)
     except MetadataError as error:
@@ -133,7 +144,9 @@ def _chunks(folder: Path, key: str, entry: TensorStorageMetadata, metadata: Meta
     for chunk in entry.chunks:
         place = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
         if place is None:
-            raise CheckpointError(f"{folder}: nothing says where the part of {key} at {list(chunk.offsets)} lies")
+            raise CheckpointError(
+                f"{folder}: the metadata do not say where the chunk of {key} at {list(chunk.offsets)} is stored"
+            )
         if place.transform_descriptors:
             raise CheckpointError(f"{folder}: {key} is stored through {place.transform_descriptors}, which cannot be read")
         file, dtype = folder / place.relative_path, entry.properties.dtype
@@ -142,7 +155,7 @@ def _chunks(folder: Path, key: str, entry: TensorStorageMetadata, metadata: Meta
 
 @dataclass(frozen=True)
 class Written:
-    """An archive that lies in a file: of a tensor, or (dtype None) of a small object. Plain values, that a journal can keep."""
+    """An archive in a file: of a chunk, or (dtype None) of a small object. Plain values, which a journal can keep."""
 
     key: str
     offsets: tuple[int, ...]
@@ -153,25 +166,31 @@ class Written:
 
 
 class ArchiveFile:
-    """One `.distcp` file, appended to."""
+    """One `.distcp` file, to which archives are appended."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self.written: list[Written] = []
 
     def add(self, key: str, offsets: Sequence[int], tensor: Tensor) -> None:
-        """One chunk of the tensor `key`."""
-        self._stream.write(b"\0" * (-self._stream.tell() % _ALIGNMENT))  # so that the values can be mapped as they lie
+        """Append one chunk.
+
+        Args:
+            key: Of the global tensor.
+            offsets: Where the chunk begins in the global tensor.
+            tensor: Its values.
+        """
+        self._stream.write(b"\0" * (-self._stream.tell() % _ALIGNMENT))  # so that the values can be memory-mapped
         if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize or not tensor.is_contiguous():
             tensor = tensor.clone(memory_format=torch.contiguous_format)  # torch.save writes all of a view's storage
         start = self._stream.tell()
-        with serialization.patch({"save.compute_crc32": False}):  # nobody reads it
+        with serialization.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]  # no reader checks it
             torch.save(tensor, self._stream)
         dtype = dtype_name(tensor.dtype)
         self.written.append(Written(key, tuple(offsets), tuple(tensor.shape), dtype, start, self._stream.tell() - start))
 
     def add_empty_objects(self, keys: Iterable[str]) -> None:
-        """Modules of Transformer Engine keep an object each beside their weights; here every one is empty."""
+        """Append the extra state of Transformer Engine's modules: here all of them are empty."""
         archive = io.BytesIO()
         torch.save([None], archive)
         for key in keys:
@@ -182,7 +201,14 @@ class ArchiveFile:
 def write_metadata(
     folder: Path, files: dict[str, list[Written]], shapes: dict[str, tuple[int, ...]], common: dict[str, Any]
 ) -> None:
-    """The last step: what lies where. files: by name; shapes: global, of each tensor's key."""
+    """Complete a folder.
+
+    Args:
+        folder: Holds the files.
+        files: What each file holds, by its name.
+        shapes: Global shape of each tensor, by its key.
+        common: Everything that is not a tensor.
+    """
     storage: dict[MetadataIndex, _StorageInfo] = {}
     chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}

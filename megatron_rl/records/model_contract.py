@@ -1,4 +1,4 @@
-"""What the records of a model look like: made from the weight mapping when a run is prepared, read by every process of the run."""
+"""What the records of a model look like: written when a run is prepared, read by every process of the run."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -20,8 +20,8 @@ class ModelContract:
     vocab_size: int
     """Token ids are in 0..vocab_size - 1."""
     moe_layers: tuple[int, ...]
-    """Numbers of the layers with experts, ascending; empty for a dense model, whose rollouts have no routes. An engine may record routes
-    for every layer; the records have them for these only."""
+    """Numbers of the layers with experts, ascending; empty for a dense model, whose rollouts have no routes. An engine may
+    record routes for every layer; the records have them for these only."""
     num_experts: int
     """0 for a dense model."""
     experts_per_token: int
@@ -29,10 +29,11 @@ class ModelContract:
 
     @property
     def num_moe_layers(self) -> int:
+        """0 for a dense model."""
         return len(self.moe_layers)
 
     def limited_to(self, num_tokens: int) -> Self:
-        """The same for a tokenizer of `num_tokens` tokens: further rows of the embedding are padding, which no keep-set may name."""
+        """The same for a tokenizer of `num_tokens` tokens: further rows of the embedding are padding, in no keep-set."""
         return replace(self, vocab_size=min(self.vocab_size, num_tokens))
 
 

@@ -70,7 +70,7 @@ def write_policy(engine: Engine, folder: Path, model: Path) -> None:
         own = engine.table.hf_specs(dtype)
         carried = CarriedLayers.of(model, own)
         write_hf_checkpoint(
-            folder, carried.behind(tensors), read_config(model), dtype=dtype, specs=own | carried.specs, assets_from=model
+            folder, carried.appended_to(tensors), read_config(model), dtype=dtype, specs=own | carried.specs, assets_from=model
         )
         logger.info("the policy is in %s", folder)
     else:

@@ -123,7 +123,7 @@ def test_an_interrupted_conversion_goes_on(tmp_path: Path, convert) -> None:
     with pytest.raises(Interrupted):
         convert(tmp_path / "source", tmp_path / "out", shard_bytes=20_000, report=stop)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointError, match="left of an interrupted conversion: go on with --resume"):
+    with pytest.raises(CheckpointError, match="left over from an interrupted conversion: continue it with --resume"):
         convert(tmp_path / "source", tmp_path / "out", shard_bytes=20_000)
     reports: list[tuple[int, int]] = []
     convert(tmp_path / "source", tmp_path / "out", shard_bytes=20_000, resume=True, report=lambda *report: reports.append(report))
@@ -189,11 +189,11 @@ def test_fp8_without_a_scale_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_not_a_checkpoint_is_named(tmp_path: Path) -> None:
     write_model(tmp_path / "hf", MODELS["llama"])
-    with pytest.raises(CheckpointError, match="is not a whole Megatron checkpoint: it has no metadata.json"):
+    with pytest.raises(CheckpointError, match="is not a complete Megatron checkpoint: it has no metadata.json"):
         megatron_to_hf(tmp_path / "hf", tmp_path / "out")
     hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
     (tmp_path / "megatron" / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no config.json says what the model is"):
+    with pytest.raises(CheckpointError, match=r"config.json is in none of"):
         megatron_to_hf(tmp_path / "megatron", tmp_path / "out")
 
 

@@ -120,7 +120,7 @@ def test_index_and_files_have_to_agree(tmp_path: Path) -> None:
     assert "one.safetensors holds b, which the index lacks" in str(caught.value)
     index["d"] = "three.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    with pytest.raises(CheckpointError, match=r"three.safetensors is not there"):
+    with pytest.raises(CheckpointError, match=r"three.safetensors does not exist"):
         HfCheckpoint.open(tmp_path)
 
 
@@ -131,5 +131,5 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="config.json is not JSON"):
         HfCheckpoint.open(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"model.safetensors is not there"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors does not exist"):
         HfCheckpoint.open(tmp_path)

@@ -85,9 +85,14 @@ def test_other_dtypes_and_strides_are_cast_and_packed(tmp_path: Path) -> None:
 def test_nothing_is_left_of_a_failed_write(tmp_path: Path, extra: dict[str, torch.Tensor], message: str) -> None:
     tensors = values()
     del tensors["d"]
-    with pytest.raises(CheckpointError, match=message), HfCheckpointWriter(tmp_path / "out", SPECS, {}) as writer:
-        for name, tensor in [*tensors.items(), *extra.items()]:
-            writer.write(name, tensor)
+
+    def write() -> None:
+        with HfCheckpointWriter(tmp_path / "out", SPECS, {}) as writer:
+            for name, tensor in [*tensors.items(), *extra.items()]:
+                writer.write(name, tensor)
+
+    with pytest.raises(CheckpointError, match=message):
+        write()
     assert names_in(tmp_path) == []
 
 

@@ -127,8 +127,8 @@ def test_an_interrupted_export_goes_on(qwen: HfCheckpoint, tmp_path: Path) -> No
     wanted = QuantisedAs(FORMATS["modelopt"]())
     with pytest.raises(Interrupted):
         megatron_to_hf(tmp_path / "megatron", tmp_path / "out", quantise=wanted, shard_bytes=4_000, report=stop)
+    other = QuantisedAs(FORMATS["modelopt"](1.0))
     with pytest.raises(CheckpointError, match="another source"):
-        other = QuantisedAs(FORMATS["modelopt"](1.0))
         megatron_to_hf(tmp_path / "megatron", tmp_path / "out", quantise=other, shard_bytes=4_000, resume=True)
     megatron_to_hf(tmp_path / "megatron", tmp_path / "out", quantise=wanted, shard_bytes=4_000, resume=True)
     megatron_to_hf(tmp_path / "megatron", tmp_path / "whole", quantise=wanted)
