@@ -108,7 +108,7 @@ def test_an_error_of_the_source_leaves_nothing(tmp_path: Path) -> None:
 
 def test_an_existing_folder_is_kept(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
-    with pytest.raises(CheckpointError, match="already there"):
+    with pytest.raises(CheckpointError, match="already exists"):
         write_hf_checkpoint(tmp_path, values().items(), {}, dtype=torch.bfloat16, specs=SPECS)
     assert names_in(tmp_path) == ["precious"]
     (tmp_path / "empty").mkdir()
