@@ -6,6 +6,8 @@ Not proved here: that what the sentences say is true. Links and anchors between 
 
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -96,6 +98,13 @@ def test_a_page_begins_with_what_a_reader_can_do_after_it(path: Path) -> None:
     title, first = [part for part in path.read_text().split("\n\n") if not part.startswith("<!--")][:2]
     assert title.startswith("# ")
     assert first.startswith("After this page you"), first
+
+
+def test_generated_pages_are_what_the_code_says() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/docs.py", "--check"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
 # ---- commands
