@@ -34,8 +34,8 @@ _CONTENT = {
     "chained_optim_avoid_prefix": True,
     "non_homogeneous_layers": True,
 }
-"""The optimizer's state is cut like the model's parameters, under their names, independent of the layout; each layer has keys
-of its own."""
+"""The optimizer's state is cut like the model's parameters, under their names, independent of the layout; each layer has its own
+keys."""
 
 
 class EngineCheckpointError(RunError, RuntimeError):

@@ -124,7 +124,7 @@ def _serve(
         rendezvous: The socket at which rank 0 serves the store; its port for the others.
         pipe: Cases come in, answers go out.
         log_file: Where the output goes.
-        environment: That of the asking process now. The process that forks this one has that of its own start.
+        environment: That of the asking process now. The process that forks this one has the environment of its start.
     """
     if log_file is not None:
         log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -154,7 +154,7 @@ def _serve(
             answer = (None, case(rank, *args))
         except Exception:  # noqa: BLE001 - whatever it is, the asking process has to get it
             answer = (traceback.format_exc(), None)
-        gc.collect()  # engines lie in cycles, and hold process groups with threads of their own
+        gc.collect()  # engines are in reference cycles, and hold process groups that have threads
         pipe.send(answer)
 
 

@@ -51,7 +51,7 @@ class StartTimerInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, timer: Timer) -> Tensor:
-        """Return the loss as a tensor of its own in the graph."""
+        """Return the loss as a new tensor in the graph."""
         ctx.timer = timer
         return loss.clone()
 
@@ -67,7 +67,7 @@ class StopTimerInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, timer: Timer) -> Tensor:
-        """Return a view, which is a node of its own in the graph."""
+        """Return a view, which is a new node in the graph."""
         ctx.timer = timer
         return hidden.view_as(hidden)
 

@@ -10,7 +10,7 @@ from megatron_rl.keep_set.accumulate import accumulation_dtype, add_product
 
 
 class WeightGradient:
-    """Adds to Megatron's `weight.main_grad` in place where it exists, else to a dense gradient of its own.
+    """Adds to Megatron's `weight.main_grad` in place where it exists, else to a separate dense gradient.
 
     Megatron's protocol (its own fused linear layer follows the same one): a parameter of its DDP has `grad_added_to_main_grad`;
     if set, it tells the backward hook not to add what autograd delivers. A gradient has to be delivered all the same, or the

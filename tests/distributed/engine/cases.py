@@ -1,4 +1,4 @@
-"""What the ranks run: each function is called on every rank of a world, and returns plain values."""
+"""What the ranks run: each function is called on every rank of a pool, and returns plain values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
