@@ -167,7 +167,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, moment, victi
 def test_a_trainer_whose_rank_is_killed_starts_again_in_the_same_run(tmp_path, moment, victim):
     folder = RunFolder(tmp_path / "rank")
     assert live_and_die(folder, moment, victim) == 0, folder.path.with_suffix(".out").read_text()
-    assert said(folder.logs / "events.log", f"the trainer starts again from {folder.checkpoint(2)}, up to step")
+    assert said(folder.logs / "events.log", f"the trainer is restarted from {folder.checkpoint(2)}, and catches up to step")
     assert_every_prompt_was_trained_once(folder)
     assert_equals_a_run_that_was_never_killed(folder)
 
