@@ -36,18 +36,20 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class FactorEffect:
-    """One change. mismatch: with it; None: it does not apply, for `reason`. accounts_for: mean |d| as trained less mean |d| with the
-    change, over the tokens that both could score: negative where the change makes it larger."""
+    """What one change does to the mismatch."""
 
     name: str
     mismatch: Mismatch | None
+    """With the change; None: the change does not apply, for `reason`."""
     accounts_for: float | None = None
+    """Mean |d| as trained less mean |d| with the change, over the tokens that both could score.
+    Negative where the change makes it larger."""
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class WorstToken:
-    """explained_by: the change that takes most of its |d|, and the share that it takes; or why there is none, and a share of 0."""
+    """A token with a large mismatch."""
 
     rollout: str
     place: int
@@ -61,13 +63,17 @@ class WorstToken:
     logprob_rollout: float
     logprob_trainer: float
     explained_by: str
+    """The change that takes most of its |d|, or why there is none."""
     share: float
+    """Of its |d|, what that change takes; 0 where there is none."""
     with_change: Mapping[str, float]
     """|d| under each change."""
 
 
 @dataclass(frozen=True)
 class Attribution:
+    """Where the mismatch of a step comes from."""
+
     step: int
     as_trained: FactorEffect
     recorded: Mapping[str, float]
@@ -99,9 +105,13 @@ def measured(d: np.ndarray) -> Mismatch | None:
         return None
     ratio, absolute = np.exp(d), np.abs(d)
     return Mismatch(
-        k1=float(-d.mean()), k3=float((ratio - 1.0 - d).mean()), abs_mean=float(absolute.mean()), abs_max=float(absolute.max()),
-        ratio_mean=float(ratio.mean()), num_tokens=len(d),
-    )  # fmt: skip
+        k1=float(-d.mean()),
+        k3=float((ratio - 1.0 - d).mean()),
+        abs_mean=float(absolute.mean()),
+        abs_max=float(absolute.max()),
+        ratio_mean=float(ratio.mean()),
+        num_tokens=len(d),
+    )
 
 
 def attribution(
@@ -125,10 +135,17 @@ def attribution(
     named = _named(d, record, hypotheses, rounding)
     single = [row.name for row, factor in zip(rows, factors, strict=True) if factor.may_explain and _explains(row, d)]
     return Attribution(
-        step=record.plan.step, as_trained=FactorEffect(AS_TRAINED, measured(d[AS_TRAINED]), 0.0), recorded=recorded, rows=rows, left=left, rounding=rounding,
-        hypotheses=tried, faults=tuple(named) + _training_faults(outcome), worst=tuple(_worst(record, d, single, named, texts, rounding)),
+        step=record.plan.step,
+        as_trained=FactorEffect(AS_TRAINED, measured(d[AS_TRAINED]), 0.0),
+        recorded=recorded,
+        rows=rows,
+        left=left,
+        rounding=rounding,
+        hypotheses=tried,
+        faults=tuple(named) + _training_faults(outcome),
+        worst=tuple(_worst(record, d, single, named, texts, rounding)),
         notes=tuple(notes),
-    )  # fmt: skip
+    )
 
 
 def _row(d: Mapping[str, np.ndarray], factor: Factor) -> FactorEffect:
@@ -163,10 +180,11 @@ def _training_faults(outcome: ScoringOutcome) -> tuple[str, ...]:
         return ()
     which = "experts'" if all(".experts." in name for name in names) else "some"
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return (
+    found = (
         f"{which} gradients are not summed over the ranks that hold the same parameters: {len(names)} of "
-        f"{outcome.num_gradients} differ ({shown})",
+        f"{outcome.num_gradients} differ ({shown})"
     )
+    return (found,)
 
 
 def _explains(row: FactorEffect, d: Mapping[str, np.ndarray]) -> bool:
@@ -190,19 +208,30 @@ def _worst(
         explained_by, share = _explanation(distances, single, named, rounding)
         found.append(
             WorstToken(
-                rollout=record.plan.entries[record.entry[m]].uid, place=int(record.place[m]), position=int(record.position[m]),
-                token=int(record.token[m]), text=texts[m], set_size=int(record.set_size[m]), staleness=int(record.staleness[m]),
-                logprob_rollout=float(record.logprobs[m]), logprob_trainer=float(record.logprobs[m] + d[AS_TRAINED][m]), explained_by=explained_by,
-                share=share, with_change=distances,
+                rollout=record.plan.entries[record.entry[m]].uid,
+                place=int(record.place[m]),
+                position=int(record.position[m]),
+                token=int(record.token[m]),
+                text=texts[m],
+                set_size=int(record.set_size[m]),
+                staleness=int(record.staleness[m]),
+                logprob_rollout=float(record.logprobs[m]),
+                logprob_trainer=float(record.logprobs[m] + d[AS_TRAINED][m]),
+                explained_by=explained_by,
+                share=share,
+                with_change=distances,
             )
-        )  # fmt: skip
+        )
     return found
 
 
 def _explanation(
     distances: Mapping[str, float], single: Sequence[str], named: Sequence[str], rounding: float
 ) -> tuple[str, float]:
-    """distances: |d| of a token under each change. A named fault was undone on top of LEFT, and takes what it takes from there."""
+    """The change that explains a token, and the share of its |d| that the change takes.
+
+    distances: |d| of the token under each change. A named fault was undone on top of LEFT, and takes what it takes from there.
+    """
     base = distances[AS_TRAINED]
     if base <= rounding:
         return "rounding", 0.0

@@ -45,12 +45,17 @@ def factors(config: Config, hf_config: Mapping[str, Any], record: StepRecord, kn
     """In the order of the table. known: the versions whose weights the ranks have."""
     base, model = as_trained(config), ParameterTable(hf_config).architecture
     return [
-        _routing_replay(base, model), _keep_set_replay(base, record), _temperature(base, record), _staleness(base, record, known),
-        _quantisation(config), Factor(f"dropout {DROPOUT}", replace(base, dropout=DROPOUT), may_explain=False), _layout(config, hf_config),
-    ]  # fmt: skip
+        _routing_replay(base, model),
+        _keep_set_replay(base, record),
+        _temperature(base, record),
+        _staleness(base, record, known),
+        _quantisation(config),
+        Factor(f"dropout {DROPOUT}", replace(base, dropout=DROPOUT), may_explain=False),
+        _layout(config, hf_config),
+    ]
 
 
-def hypotheses(config: Config, model: ModelArchitecture, record: StepRecord, left: Scoring) -> list[Factor]:
+def hypotheses(model: ModelArchitecture, record: StepRecord, left: Scoring) -> list[Factor]:
     """Known faults, each with what would undo it. left: the scoring that leaves too much."""
     temperatures = sorted(set(record.temperature.tolist()))
     shift = "the model has no experts" if model.moe is None else ""

@@ -1,13 +1,15 @@
-"""A recorded step scored in several ways, on one rank: `python -m megatron_rl.attribution.ranks RUN_DIR SCRATCH_DIR`.
+"""A recorded step scored in several ways, on one rank.
 
-SCRATCH_DIR holds config.toml and job.json. Rank 0 writes scores.safetensors, of each scoring f32 [M] over the step's loss tokens, and
-outcome.json. Nothing of the run is written.
+`python -m megatron_rl.attribution.ranks RUN_DIR SCRATCH_DIR`.
+
+SCRATCH_DIR contains config.toml and job.json. Rank 0 writes scores.safetensors, for each scoring f32 [M] over the step's loss
+tokens, and outcome.json. Nothing of the run is written.
 """
 
 import logging
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -54,7 +56,10 @@ class StepScorer:
         self._rank, self._plan, self._versions = rank, plan, versions
 
     def score(self, scoring: Scoring) -> np.ndarray | None:
-        """f32 [M] on rank 0: log-probs of the loss tokens in the plan's order; NaN where the weights that sampled one are not known."""
+        """f32 [M] on rank 0: log-probs of the loss tokens in the plan's order.
+
+        NaN where the weights that sampled one are not known.
+        """
         batch = [self._changed(m, scoring) for m in self._microbatches(scoring)]
         needed = self._versions if scoring.weights == "sampled" else {self._plan.step: self._versions[self._plan.step]}
         found = [np.full(m.num_positions, np.nan, dtype=np.float32) for m in batch]
@@ -70,7 +75,7 @@ class StepScorer:
         return self._over_ranks(batch, [m.rollout_logprobs for m in batch])
 
     def unequal_gradients(self) -> tuple[tuple[str, ...], int]:
-        """On rank 0: parameters whose gradients differ between ranks that hold the same part of them, and how many were compared."""
+        """On rank 0: parameters whose gradients differ between ranks that hold the same part, and how many were compared."""
         batch = self._microbatches(Scoring(routing_replay=True, keep_set_replay=True))
         full_gradients(self._rank.engine, batch, SupervisedLoss(), Denominators.of(self._plan))
         own = {
@@ -129,6 +134,7 @@ def exchanged_gate_up(held: HeldParameter, tensor: Tensor) -> Tensor:
 
 
 def attribute(run: RunFolder, scratch: RunFolder) -> None:
+    """Scores a step as the job in `scratch` asks; called on every rank."""
     job = decode((scratch.path / JOB).read_bytes(), ScoringJob)
     with injected_fault(job.fault if job.fault in FAULTS_OF_CONSTRUCTION else None):
         config = scratch.config()
@@ -155,13 +161,18 @@ def attribute(run: RunFolder, scratch: RunFolder) -> None:
 
 def score_all(scorer: StepScorer, job: ScoringJob) -> dict[str, np.ndarray]:
     """By name, on rank 0. The hypotheses only where the residual leaves more than rounding."""
-    scores = {name: scorer.score(scoring) for name, scoring in job.scorings.items()}
+    scores = _scored(scorer, job.scorings)
     if job.residual is not None:
         recorded = scorer.recorded()
         left = None if recorded is None else float(np.nanmean(np.abs(scores[job.residual] - recorded)))
         if not broadcast_object(left) <= job.rounding:  # a NaN is too much as well
-            scores |= {name: scorer.score(scoring) for name, scoring in job.hypotheses.items()}
+            scores |= _scored(scorer, job.hypotheses)
     return scores
+
+
+def _scored(scorer: StepScorer, scorings: Mapping[str, Scoring]) -> dict[str, np.ndarray]:
+    """By name on rank 0, {} on the others, which take part all the same."""
+    return {name: scores for name, scoring in scorings.items() if (scores := scorer.score(scoring)) is not None}
 
 
 def _train_again(trainer: Trainer, job: ScoringJob) -> tuple[dict[int, Weights], tuple[str, ...]]:
@@ -197,7 +208,7 @@ def _differing(of_ranks: Sequence[dict[tuple[str, int], tuple[float, float]]]) -
     different = [
         name
         for (name, _), numbers in shared.items()
-        if any(abs(a - b) > SAME_GRADIENT * numbers[0][1] for n in numbers[1:] for a, b in zip(n, numbers[0]))
+        if any(abs(a - b) > SAME_GRADIENT * numbers[0][1] for n in numbers[1:] for a, b in zip(n, numbers[0], strict=True))
     ]
     return tuple(dict.fromkeys(different)), len(shared)
 
@@ -207,6 +218,7 @@ def _same(a: float, b: float) -> bool:
 
 
 def main(arguments: Sequence[str]) -> None:
+    """One rank of an attribution."""
     run, scratch = arguments
     ignore_sigterm()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")

@@ -25,6 +25,7 @@ class StepRecord:
 
     @property
     def num_tokens(self) -> int:
+        """M, the number of loss tokens."""
         return len(self.token)
 
     @property
@@ -41,10 +42,15 @@ def read_record(spool: Spool, plan: StepPlan) -> StepRecord:
         r = spool.payload(entry.file).rollout(entry.index, ())
         trained = np.flatnonzero(r.loss_mask)
         of_one = {
-            "entry": np.full(len(trained), number), "place": trained, "position": trained + len(r.prompt_ids), "token": r.completion_ids[trained],
-            "logprobs": r.logprobs[trained].astype(np.float64), "version": r.policy_versions[trained], "set_size": r.set_sizes[trained],
+            "entry": np.full(len(trained), number),
+            "place": trained,
+            "position": trained + len(r.prompt_ids),
+            "token": r.completion_ids[trained],
+            "logprobs": r.logprobs[trained].astype(np.float64),
+            "version": r.policy_versions[trained],
+            "set_size": r.set_sizes[trained],
             "is_last": trained == len(r.completion_ids) - 1,
-        }  # fmt: skip
+        }
         for name, values in of_one.items():
             columns.setdefault(name, []).append(values)
         temperatures.append(r.sampling.temperature)

@@ -1,4 +1,7 @@
-"""Which step is attributed, what is recorded of it, and from where its weights are reached. All that can be refused is refused here."""
+"""Which step is attributed, what is recorded of it, and from where its weights are reached.
+
+All that can be refused is refused here.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,8 +60,8 @@ def make_request(run: RunFolder, overrides: Sequence[str], step: int, retrain: i
         fault: The fault to inject, of `preflight.faults.FAULTS`; None for none.
 
     Raises:
-        ConfigError: The step is not recorded or its weights cannot be reached, with the steps that can be attributed; or the fault does
-            not apply to the model or the layout.
+        ConfigError: The step is not recorded or its weights cannot be reached, with the steps that can be attributed; or the
+            fault does not apply to the model or the layout.
     """
     config = load_config(run.config_file, ["--run.fingerprints", "false", *overrides])
     recorded = recorded_steps(run)

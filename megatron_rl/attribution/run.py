@@ -1,4 +1,7 @@
-"""Runs the ranks that score a step: first under the run's configuration, then once for each factor that needs another configuration."""
+"""Runs the ranks that score a step.
+
+First under the run's configuration, then once for each factor that needs another configuration.
+"""
 
 import sys
 import tempfile
@@ -44,7 +47,7 @@ def run_attribution(request: AttributionRequest, announce: Announce) -> Attribut
     changes = factors(request.config, request.hf_config, request.record, request.versions)
     model = ParameterTable(request.hf_config).architecture
     left = residual(request.config, model, knows_versions=bool(set(request.record.version) & request.versions))
-    faults = hypotheses(request.config, model, request.record, left)
+    faults = hypotheses(model, request.record, left)
     job = _own_job(request, folder, changes, faults, {AS_TRAINED: as_trained(request.config), LEFT: left})
     announce(
         f"scoring under the run's configuration, after training {request.step - request.start} steps again; scores and logs: "
@@ -122,8 +125,8 @@ def _run_ranks(
     argv = [sys.executable, "-m", "megatron_rl.attribution.ranks", str(request.run.path), str(folder)]
     children: list[Child] = []
     try:
-        for command in rank_processes("attribution", argv, config, scratch.logs, {"HF_HUB_OFFLINE": "1"}):
-            children.append(Child(command))
+        commands = rank_processes("attribution", argv, config, scratch.logs, {"HF_HUB_OFFLINE": "1"})
+        children.extend(Child(command) for command in commands)  # one by one: where one cannot start, those before it are stopped
         while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
             time.sleep(0.1)
         if failed := [child for child in children if child.poll()]:

@@ -46,11 +46,9 @@ def _hypotheses(found: Attribution) -> Table:
 
 def _worst(found: Attribution) -> Table:
     table = Table(title="Worst tokens", title_justify="left")
-    for head, justify in (
-        ("rollout", "left"), ("position", "right"), ("token", "right"), ("text", "left"), ("set", "right"), ("stale", "right"),
-        ("log p rollout", "right"), ("trainer", "right"), ("explained by", "left"),
-    ):  # fmt: skip
-        table.add_column(head, justify=justify, overflow="fold")
+    to_the_right = ("position", "token", "set", "stale", "log p rollout", "trainer")
+    for head in ("rollout", "position", "token", "text", "set", "stale", "log p rollout", "trainer", "explained by"):
+        table.add_column(head, justify="right" if head in to_the_right else "left", overflow="fold")
     for t in found.worst:
         logprobs = (f"{t.logprob_rollout:.4f}", f"{t.logprob_trainer:.4f}")
         text = escape(repr(t.text)) if t.text else ""
@@ -64,11 +62,11 @@ def _verdict(found: Attribution) -> str:
         return "\n".join(f"[red]FOUND[/red]: {escape(fault)}" for fault in found.faults)
     left = found.left.mismatch
     if left is None:
-        return "[yellow]of no token the weights that sampled it are known[/yellow]"
+        return "[yellow]the weights that sampled the tokens are not known[/yellow]"
     if left.abs_mean <= found.rounding:
         return f"[green]what is left is rounding[/green]: mean |d| {_number(left.abs_mean)}, at most {_number(found.rounding)}"
     return (
-        f"[red]mean |d| {_number(left.abs_mean)} is left[/red] (rounding: {_number(found.rounding)}), which no single known "
+        f"[red]mean |d| {_number(left.abs_mean)} remains[/red] (rounding: {_number(found.rounding)}), which no single known "
         "fault explains"
     )
 

@@ -25,6 +25,7 @@ class LayerBytes:
 
     @property
     def total(self) -> float:
+        """Bytes of all that the layer keeps without recomputation."""
         return self.stream + self.attention + self.mlp
 
 
@@ -76,7 +77,10 @@ def _latent_bytes(model: ModelArchitecture, p: int, rows: float) -> float:
 
 
 def _expert_bytes(model: ModelArchitecture, work: Workload, candidate: Candidate, tokens: float) -> float:
-    """The rows that were sent here, gate, up and their product; the router's fp32 scores, probabilities and map; shared experts."""
+    """The rows that were sent here, gate, up and their product.
+
+    The router's fp32 scores, probabilities and map; shared experts.
+    """
     moe, p = model.moe, work.parameter_bytes
     assert moe is not None
     rows = expert_tokens(model, candidate, tokens, work.imbalance)
@@ -104,7 +108,7 @@ def workspace_bytes(layer: LayerBytes, recompute: str, *, sparse: bool) -> float
 
 
 def chunks_in_flight(pp: int, vpp: int, stage: int, microbatches: int) -> int:
-    """Forward passes of a chunk whose backward passes are still to come, at most, on one stage (1F1B, interleaved where vpp > 1)."""
+    """The most forward passes of a chunk on one stage that wait for their backward pass (1F1B, interleaved where vpp > 1)."""
     total = microbatches * vpp
     warm_up = pp - stage - 1 if vpp == 1 else (pp - stage - 1) * 2 + (vpp - 1) * pp
     return min(total, warm_up + 1)

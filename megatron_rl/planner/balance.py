@@ -23,6 +23,7 @@ class ParallelismPlan:
 
     @property
     def trainer_s(self) -> float:
+        """Seconds of the trainer in one step, the update of the servers' weights included."""
         return self.trainer.seconds + self.sync_s
 
     @property
@@ -90,8 +91,10 @@ def _missing_bytes(searched: Searched) -> float:
 
 
 def trainer_sizes(gpus: int, node: int) -> list[int]:
-    """Ranks of the trainer that are looked at: whole nodes in numbers 2^a and 3 x 2^a, which divide in many ways; parts of a node
-    where there is one alone."""
+    """Ranks of the trainer that are looked at: whole nodes in numbers 2^a and 3 x 2^a, which divide in many ways.
+
+    Parts of a node where there is one alone.
+    """
     if gpus <= node:
         return [n for n in (1, 2, 4, 6, 8) if n < gpus]
     nodes = gpus // node

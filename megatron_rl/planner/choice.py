@@ -1,4 +1,7 @@
-"""A plan written into a run's TOML file: values are replaced line by line, so that comments and everything else stay as they are."""
+"""A plan written into a run's TOML file.
+
+Values are replaced line by line, so that comments and everything else stay as they are.
+"""
 
 import json
 import re
@@ -20,15 +23,25 @@ def values_of(plan: ParallelismPlan, config: Config) -> dict[str, dict[str, obje
     arguments = [*others, _SPREAD_EXPERTS] if plan.server.expert > 1 else others
     c, layout = plan.trainer.candidate, plan.trainer.candidate.layout
     return {
-        "servers": {"count": plan.servers, "tensor": plan.server.tensor, "max_num_seqs": plan.server.sequences, "extra_arguments": arguments or None},
+        "servers": {
+            "count": plan.servers,
+            "tensor": plan.server.tensor,
+            "max_num_seqs": plan.server.sequences,
+            "extra_arguments": arguments or None,
+        },
         "layout": {
-            "world_size": layout.world_size, "tensor": layout.tp, "pipeline": layout.pp,
+            "world_size": layout.world_size,
+            "tensor": layout.tp,
+            "pipeline": layout.pp,
             "virtual_pipeline": layout.vpp if layout.vpp > 1 else None,
-            "first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers,
-            "context": layout.cp if layout.cp > 1 else None, "expert": layout.ep, "expert_tensor": layout.etp if layout.etp > 1 else None,
+            "first_stage_layers": layout.first_stage_layers,
+            "last_stage_layers": layout.last_stage_layers,
+            "context": layout.cp if layout.cp > 1 else None,
+            "expert": layout.ep,
+            "expert_tensor": layout.etp if layout.etp > 1 else None,
         },
         "trainer": {"max_tokens_per_microbatch": c.microbatch_tokens, "recompute": c.recompute},
-    }  # fmt: skip
+    }
 
 
 def write_choice(file: Path, plan: ParallelismPlan, *, longest_sequence: int | None = None) -> Config:
@@ -40,8 +53,9 @@ def write_choice(file: Path, plan: ParallelismPlan, *, longest_sequence: int | N
     values_by_section = values_of(plan, config)
     if longest_sequence is not None and (longer := longest_sequence - config.model.max_sequence_length):
         values_by_section |= {
-            "model": {"max_sequence_length": longest_sequence}, "rollouts": {"max_new_tokens": config.rollouts.max_new_tokens + longer},
-        }  # fmt: skip
+            "model": {"max_sequence_length": longest_sequence},
+            "rollouts": {"max_new_tokens": config.rollouts.max_new_tokens + longer},
+        }
     for section, values in values_by_section.items():
         for key, value in values.items():
             text = with_value(text, section, key, value)

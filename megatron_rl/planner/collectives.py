@@ -1,4 +1,6 @@
-"""Seconds of one collective, by how its group lies on the nodes: bandwidth of the slowest link that every rank's share crosses, plus latency.
+"""Seconds of one collective, by how its group lies on the nodes.
+
+Bandwidth of the slowest link that every rank's share crosses, plus latency.
 
 Ranks are numbered as in topology.py, a node holds consecutive ranks. A group is described by its number of ranks and by their
 distance: tensor-parallel ranks are neighbours, pipeline stages lie far apart.
@@ -24,13 +26,17 @@ class Group:
         return max(1, min(self.size, domain // self.stride))
 
     def is_inside(self, domain: int) -> bool:
+        """Whether the group lies in one NVLink domain."""
         return self.size * self.stride <= domain or self.size == 1
 
 
 def ring_seconds(machine: Machine, group: Group, total_bytes: float) -> float:
-    """All-gather or reduce-scatter of total_bytes (the whole tensor, on each rank). An all-reduce is one of each.
+    """All-gather or reduce-scatter of total_bytes (the whole tensor, on each rank).
 
-    Inside a node over NVLink. Across nodes a ring enters and leaves each node once, and the members of a node share their network cards.
+    An all-reduce is one of each.
+
+    Inside a node over NVLink. Across nodes a ring enters and leaves each node once, and the members of a node share
+    their network cards.
     """
     if group.size == 1 or total_bytes == 0:
         return 0.0
@@ -43,7 +49,10 @@ def ring_seconds(machine: Machine, group: Group, total_bytes: float) -> float:
 
 
 def exchange_seconds(machine: Machine, group: Group, sent_bytes: float) -> float:
-    """All-to-all: each rank sends sent_bytes in all, equal parts to each rank; what leaves the node goes over its own network card."""
+    """All-to-all: each rank sends sent_bytes in all, equal parts to each rank.
+
+    What leaves the node goes over its own network card.
+    """
     if group.size == 1 or sent_bytes == 0:
         return 0.0
     near = group.members_per_node(machine.nvlink_domain)

@@ -1,4 +1,7 @@
-"""Exact numbers of elements that one rank holds, from the family's table: without building a model, and fast enough to search with."""
+"""Exact numbers of elements that one rank holds, from the family's table.
+
+Without building a model, and fast enough to search with.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,12 +36,19 @@ class Held:
     largest: int = 0
 
     def __add__(self, other: "Held") -> "Held":
-        sums = (getattr(self, name) + getattr(other, name) for name in ("trained", "aligned", "matrices", "untrained"))
-        return Held(*sums, max(self.largest, other.largest))
+        return Held(
+            self.trained + other.trained,
+            self.aligned + other.aligned,
+            self.matrices + other.matrices,
+            self.untrained + other.untrained,
+            max(self.largest, other.largest),
+        )
 
     def times(self, count: int) -> "Held":
         """`count` parameters of the same sort."""
-        return Held(*(count * value for value in (self.trained, self.aligned, self.matrices, self.untrained)), self.largest)
+        return Held(
+            count * self.trained, count * self.aligned, count * self.matrices, count * self.untrained, largest=self.largest
+        )
 
 
 @dataclass(frozen=True)
@@ -77,8 +87,8 @@ class ParameterCounts:
         own = layout.layers_of_chunk(self.architecture.num_layers, stage, chunk)
         sums = layers[own.stop] - layers[own.start]
         dense, expert = (
-            Held(*(int(v) for v in part), largest)
-            for part, largest in zip(sums.reshape(2, 4), self._largest(layout.tp, layout.etp))
+            Held(int(part[0]), int(part[1]), int(part[2]), int(part[3]), largest)
+            for part, largest in zip(sums.reshape(2, 4), self._largest(layout.tp, layout.etp), strict=True)
         )
         tied, is_tied = Held(), self.architecture.tie_word_embeddings and layout.pp > 1
         if stage == 0 and chunk == 0:
@@ -129,8 +139,10 @@ class ParameterCounts:
         """As ParameterTable.num_parameters: trained elements of the whole model."""
         return sum(
             math.prod(shape) * (len(rule.layers) if rule.region is Region.LAYER else 1) * (rule.num_experts or 1)
-            for rule in self._rules(1) if rule.role is not Role.SELECTION_BIAS for shape in rule.mapping.part_shapes
-        )  # fmt: skip
+            for rule in self._rules(1)
+            if rule.role is not Role.SELECTION_BIAS
+            for shape in rule.mapping.part_shapes
+        )
 
 
 def _shard(rule: MappingRule, size: int) -> int:

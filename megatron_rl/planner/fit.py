@@ -30,11 +30,23 @@ class Case:
     """Whether the fit may look at it."""
 
     def work(self) -> Workload:
+        """The workload of the case."""
         half = SEQUENCE / 2
         return Workload(
-            SEQUENCE, half, half, self.num_sequences, 1, parameter_bytes=4, scoring_passes=0, truncated=False, replays_routes=False,
-            rollout_weights="fp32", imbalance=1.0, unevenness=0.0, bucket_bytes=0,
-        )  # fmt: skip
+            SEQUENCE,
+            half,
+            half,
+            self.num_sequences,
+            1,
+            parameter_bytes=4,
+            scoring_passes=0,
+            truncated=False,
+            replays_routes=False,
+            rollout_weights="fp32",
+            imbalance=1.0,
+            unevenness=0.0,
+            bucket_bytes=0,
+        )
 
 
 Measured = Sequence[tuple[Case, RankMeasurement]]
@@ -42,8 +54,8 @@ _TIME_FACTORS = ("matmul_efficiency", "hbm_gb_s", "layer_overhead_us", "nvlink_g
 """matmul_efficiency stands for all three efficiencies of products: the cases are too few to tell them apart."""
 _ACTIVATION_FACTORS = np.arange(0.5, 6.0, 0.02)
 _PULL = 1e-3
-"""Cost of a factor's squared logarithm: six cases do not tell all factors apart, and those that they leave open stay near the given
-ones."""
+"""Cost of a factor's squared logarithm: six cases do not tell all factors apart, and those that they leave open stay
+near the given ones."""
 _ROUNDS = 60
 _FURTHEST = 8.0
 """A factor's first step; each round without progress takes the square root of the last one's."""
@@ -56,12 +68,15 @@ def predicted(counts: ParameterCounts, machine: Machine, case: Case) -> tuple[fl
 
 
 def fitted(counts: ParameterCounts, machine: Machine, measured: Measured) -> Machine:
+    """The machine with factors of time and memory that agree best with the measurements."""
     return fitted_time(counts, fitted_memory(counts, machine, measured), measured)
 
 
 def fitted_memory(counts: ParameterCounts, machine: Machine, measured: Measured) -> Machine:
-    """What a process holds before it has a model, and what activations cost beyond what is counted: of a fine row of factors the best,
-    each with the base that suits it. Errors count by their share of what was measured."""
+    """What a process holds before it has a model, and what activations cost beyond what is counted.
+
+    Of a fine row of factors the best, each with the base that suits it. Errors count by their share of what was measured.
+    """
     sizes = np.array([found.peak_bytes for _, found in measured], dtype=float)
     tries = []
     for factor in _ACTIVATION_FACTORS:

@@ -28,14 +28,17 @@ class Seconds:
         return Seconds(*(a + b for a, b in zip(self.parts, other.parts, strict=True)))
 
     def times(self, factor: float) -> "Seconds":
+        """The same work `factor` times."""
         return Seconds(*(factor * part for part in self.parts))
 
     @property
     def parts(self) -> tuple[float, ...]:
+        """The seconds in the order of the fields."""
         return (self.matmul, self.attention, self.elementwise, self.tp, self.ep, self.cp)
 
     @property
     def total(self) -> float:
+        """Seconds of all parts."""
         return sum(self.parts)
 
 
@@ -51,11 +54,14 @@ class LayerSeconds:
 
     @property
     def forward(self) -> Seconds:
+        """The whole layer's forward pass."""
         return self.attention_part + self.mlp_part
 
     def backward(self, recompute: str, *, sparse: bool) -> Seconds:
-        """Twice the products; the gathers and exchanges once more, and those of weight gradients; what is recomputed, a forward pass
-        more."""
+        """Twice the products.
+
+        The gathers and exchanges once more, and those of weight gradients; what is recomputed, a forward pass more.
+        """
         f = self.forward
         # Sequence parallelism gathers a linear map's input once more for its weight gradient.
         once = Seconds(BACKWARD * f.matmul, 2.5 * f.attention, BACKWARD * f.elementwise, 1.5 * f.tp, f.ep, 2 * f.cp)
@@ -85,19 +91,25 @@ def layer_seconds(
     overhead = machine.layer_overhead_us * 1e-6
     stream = work.parameter_bytes * model.hidden_size * tokens_per_rank(candidate, tokens)
     attention = Seconds(
-        matmul=projections / peak, attention=core_s,
-        elementwise=_memory_seconds(machine, 7 * stream + 4 * work.parameter_bytes * _qkv_width(model) * local / candidate.layout.tp)
+        matmul=projections / peak,
+        attention=core_s,
+        elementwise=_memory_seconds(
+            machine, 7 * stream + 4 * work.parameter_bytes * _qkv_width(model) * local / candidate.layout.tp
+        )
         + overhead * (0.3 if sparse else 0.5),
-        tp=_gather_and_scatter(model, work, candidate, machine, local), cp=_ring_attention(model, work, candidate, machine, local),
-    )  # fmt: skip
+        tp=_gather_and_scatter(model, work, candidate, machine, local),
+        cp=_ring_attention(model, work, candidate, machine, local),
+    )
     if sparse:
         return LayerSeconds(attention, _experts(model, work, candidate, machine, tokens, precision), core_s)
     dense = Seconds(
         matmul=6.0 * local * model.hidden_size * model.ffn_hidden_size / candidate.layout.tp / peak,
-        elementwise=_memory_seconds(machine, 5 * stream + 5 * work.parameter_bytes * model.ffn_hidden_size * local / candidate.layout.tp)
+        elementwise=_memory_seconds(
+            machine, 5 * stream + 5 * work.parameter_bytes * model.ffn_hidden_size * local / candidate.layout.tp
+        )
         + overhead * 0.2,
         tp=_gather_and_scatter(model, work, candidate, machine, local),
-    )  # fmt: skip
+    )
     return LayerSeconds(attention, dense, core_s)
 
 
@@ -125,7 +137,7 @@ def _experts(
         elementwise=_memory_seconds(machine, moved) + machine.layer_overhead_us * 1e-6 * 0.7,
         tp=_gather_and_scatter(model, work, candidate, machine, local) if moe.shared_ffn_hidden_size else 0.0,
         ep=2 * exchange_seconds(machine, group, sent) + 2 * gathered,
-    )  # fmt: skip
+    )
 
 
 def _memory_seconds(machine: Machine, moved: float) -> float:
@@ -133,7 +145,10 @@ def _memory_seconds(machine: Machine, moved: float) -> float:
 
 
 def _gather_and_scatter(model: ModelArchitecture, work: Workload, candidate: Candidate, machine: Machine, local: float) -> float:
-    """A pair of column- and row-cut linear maps: all-gather in front and reduce-scatter behind (or one all-reduce, which costs as much)."""
+    """A pair of column- and row-cut linear maps.
+
+    All-gather in front and reduce-scatter behind (or one all-reduce, which costs as much).
+    """
     whole = work.parameter_bytes * model.hidden_size * local
     return 2 * ring_seconds(machine, Group(candidate.layout.tp, 1), whole)
 

@@ -13,11 +13,15 @@ MOST_CHUNKS = 4
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
+    """Divisors of a number up to `most`, rising."""
     return [n for n in range(1, min(number, most or number) + 1) if number % n == 0]
 
 
 def candidate_layouts(model: ModelArchitecture, world_size: int, node: int, longest_sequence: int) -> Iterator[Layout]:
-    """Pruned by what never pays: tensor parallelism across nodes, sequences cut that are short, experts cut that have ranks to spare."""
+    """Pruned by what never pays.
+
+    Tensor parallelism across nodes, sequences cut that are short, experts cut that have ranks to spare.
+    """
     cps = [1] if longest_sequence <= CONTEXT_FROM else [n for n in (1, 2, 4, 8, 16) if longest_sequence // n >= 4096]
     for tp in tensor_sizes(model, node):
         for cp in cps:
@@ -26,6 +30,7 @@ def candidate_layouts(model: ModelArchitecture, world_size: int, node: int, long
 
 
 def tensor_sizes(model: ModelArchitecture, node: int) -> list[int]:
+    """Tensor-parallel sizes within a node that divide heads, query groups and the hidden size."""
     a = model.attention
     sizes = [n for n in divisors(a.num_heads, node) if model.hidden_size % n == 0]
     if isinstance(a, GroupedQueryAttention):
@@ -51,7 +56,10 @@ def _with_experts(model: ModelArchitecture, world_size: int, tp: int, cp: int, p
 
 @cache
 def pipelines(num_layers: int, pp: int) -> tuple[dict[str, int], ...]:
-    """Chunks and sizes of the first and last stage: even ones, interleaved ones, and where nothing divides, two ends of their own size."""
+    """Chunks and sizes of the first and last stage.
+
+    Even ones, interleaved ones, and where nothing divides, two ends of their own size.
+    """
     if pp > num_layers:
         return ()
     if num_layers % pp == 0:

@@ -1,4 +1,7 @@
-"""What a machine can do: peaks from its data sheet, and the shares of them that programs reach. All of it stands in machines.toml."""
+"""What a machine can do: peaks from its data sheet, and the shares of them that programs reach.
+
+All of it stands in machines.toml.
+"""
 
 import tomllib
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -67,10 +70,12 @@ class Machine:
     source: str = ""
 
     def tflops(self, precision: str) -> float:
+        """Peak of dense products in bf16, fp8 or nvfp4; of bf16 for any other precision."""
         return {"bf16": self.bf16_tflops, "fp8": self.fp8_tflops, "nvfp4": self.fp4_tflops}.get(precision, self.bf16_tflops)
 
 
 def known_machines() -> dict[str, Machine]:
+    """The machines of machines.toml by name."""
     text = files("megatron_rl.planner").joinpath("machines.toml").read_text()
     return _read_all(tomllib.loads(text), "machines.toml", {})
 
@@ -124,5 +129,6 @@ def _is_amount(value: Any) -> bool:
 
 
 def to_toml(machine: Machine) -> str:
+    """The machine as a table that --machines takes."""
     values = {key: value for key, value in asdict(machine).items() if key != "name"}
     return tomli_w.dumps({machine.name: values})

@@ -25,18 +25,37 @@ LARGEST_TIME_ERROR, LARGEST_MEMORY_ERROR = 0.25, 0.10
 """Of a layout that the fit has not seen; beyond them the measurement was disturbed, or the model of the machine is wrong."""
 
 AGREE, FEWEST_ROUNDS, MOST_ROUNDS = 1.04, 3, 6
-"""All cases are run in turn, round after round, each until its two fastest runs differ by less than this factor: what else goes on in a
-machine slows it for a while, which runs of one case behind one another would take for the case's own."""
+"""All cases run in turn, round after round, each until its two fastest runs differ by less than this factor.
+
+Other work on the machine slows it for a while; consecutive runs of one case would attribute that to the case."""
 
 MEASURED_SIZES = SmallSizes(
     {
-        "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "moe_intermediate_size": 256, "num_hidden_layers": 4,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "num_experts": 8, "num_local_experts": 8,
-        "n_routed_experts": 8, "num_experts_per_tok": 2, "experts_per_token": 2, "n_group": 1, "topk_group": 1,
-        "max_position_embeddings": 4096, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
-        "v_head_dim": 32, "first_k_dense_replace": 1, "mlp_only_layers": [],
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "moe_intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_local_experts": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "experts_per_token": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "max_position_embeddings": 4096,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 1,
+        "mlp_only_layers": [],
     }
-)  # fmt: skip
+)
 """Large enough that a step is matrix products and not Python, small enough for a laptop."""
 
 
@@ -75,14 +94,17 @@ class Comparison:
 
     @property
     def time_error(self) -> float:
+        """Predicted over measured seconds, minus 1."""
         return self.predicted_s / self.measured_s - 1
 
     @property
     def memory_error(self) -> float:
+        """Predicted over measured bytes, minus 1."""
         return self.predicted_bytes / self.measured_bytes - 1
 
     @property
     def is_good(self) -> bool:
+        """Whether both errors are within their bounds."""
         return abs(self.time_error) <= LARGEST_TIME_ERROR and abs(self.memory_error) <= LARGEST_MEMORY_ERROR
 
 
@@ -118,7 +140,10 @@ def _is_settled(runs: list[RankMeasurement]) -> bool:
 
 
 def _run(config: Config, case: Case) -> RankMeasurement:
-    """The slowest and the fullest of its ranks. Fresh processes: memory that an earlier case left behind would count as this one's."""
+    """The slowest and the fullest of its ranks.
+
+    Fresh processes: memory that an earlier case left behind would count as this one's.
+    """
     with TemporaryDirectory() as folder, RankPool(case.candidate.layout.world_size, Path(folder) / "log", forked=False) as world:
         ranks = world.run(measure, config, case.num_sequences, SEQUENCE // 2, SEQUENCE // 2)
     return RankMeasurement(max(rank.step_s for rank in ranks), max(rank.peak_bytes for rank in ranks))
@@ -130,9 +155,14 @@ def _config_of(config: Config, hf_config: Mapping[str, Any], candidate: Candidat
         "model": {"path": None, "architecture": dict(hf_config), "dtype": "float32", "max_sequence_length": SEQUENCE},
         "rollouts": {"max_new_tokens": SEQUENCE // 2, "keep_set_source": "processed_logprobs", "top_k": 16, "max_keep_set": 16},
         "layout": layout_values(candidate.layout) | {"sequence_parallel": None},
-        "trainer": {"max_tokens_per_microbatch": candidate.microbatch_tokens, "recompute": candidate.recompute, "threads_per_rank": 1},
-        "metrics": {"entropy_full_tokens": 0}, "precision": {"training": "full", "rollouts": "full", "activations": "full"},
-    }  # fmt: skip
+        "trainer": {
+            "max_tokens_per_microbatch": candidate.microbatch_tokens,
+            "recompute": candidate.recompute,
+            "threads_per_rank": 1,
+        },
+        "metrics": {"entropy_full_tokens": 0},
+        "precision": {"training": "full", "rollouts": "full", "activations": "full"},
+    }
     return config.with_values(changes)
 
 

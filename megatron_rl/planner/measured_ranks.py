@@ -67,7 +67,7 @@ class RandomWeights(Mapping[str, Tensor]):
         return len(self._shapes)
 
 
-def measure(rank: int, config: Config, num_sequences: int, prompt_tokens: int, response_tokens: int) -> RankMeasurement:
+def measure(_rank: int, config: Config, num_sequences: int, prompt_tokens: int, response_tokens: int) -> RankMeasurement:
     """Sequences are all of one length, so that every microbatch is full."""
     _own_pages_for_tensors()
     with parallel_layout(config.parallel_layout) as groups:
@@ -105,8 +105,11 @@ def _microbatches(config: Config, table: ParameterTable, plan: SupervisedPlan, g
 
 
 def _own_pages_for_tensors() -> None:
-    """From here on resident memory is what is in use: a freed tensor goes back to the system at once, and leaves no hole that it cannot
-    go back from. It costs time, so that steps are timed without."""
+    """From here on resident memory is what is in use.
+
+    A freed tensor goes back to the system at once, and leaves no hole that it cannot go back from. It costs time, so that steps
+    are timed without.
+    """
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _SMALLEST_TENSOR)
 
 

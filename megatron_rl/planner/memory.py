@@ -31,10 +31,12 @@ class Memory:
 
     @property
     def total(self) -> float:
+        """Bytes of all terms."""
         return sum(self.terms.values())
 
     @property
     def gib(self) -> float:
+        """GiB of all terms."""
         return self.total / GIB
 
 
@@ -117,8 +119,8 @@ def _layers(counts: ParameterCounts, work: Workload, candidate: Candidate, stage
 def output_layer_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate) -> dict[str, float]:
     """The last stage's output layer on one microbatch, in the three ways that it can be computed.
 
-    dense: logits of every token in the model's type and in fp32, and their gradient, as a plain vocabulary-parallel cross entropy has
-    them. chunked: the same numbers, one chunk of the vocabulary at a time. keep-set: kept ids alone.
+    dense: logits of every token in the model's type and in fp32, and their gradient, as a plain vocabulary-parallel cross entropy
+    has them. chunked: the same numbers, one chunk of the vocabulary at a time. keep-set: kept ids alone.
     """
     model, layout, p = counts.architecture, candidate.layout, work.parameter_bytes
     tokens = candidate.microbatch_tokens / layout.cp
@@ -137,7 +139,10 @@ def output_layer_bytes(counts: ParameterCounts, work: Workload, candidate: Candi
 
 
 def _route_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate, stage: int) -> float:
-    """Recorded experts of the step's tokens for this stage's layers, as int64; all microbatches are prepared before the first runs."""
+    """Recorded experts of the step's tokens for this stage's layers, as int64.
+
+    All microbatches are prepared before the first runs.
+    """
     model, layout = counts.architecture, candidate.layout
     if model.moe is None or not work.replays_routes:
         return 0.0
@@ -174,7 +179,10 @@ def _update_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate,
 
 
 def host_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate) -> float:
-    """Host memory of one rank: its process, the step's payloads, a checkpoint on its way to the disk, and the reference's weights."""
+    """Host memory of one rank.
+
+    Its process, the step's payloads, a checkpoint on its way to the disk, and the reference's weights.
+    """
     model, layout = counts.architecture, candidate.layout
     stages = range(layout.pp)
     static = max((static_terms(counts, work, candidate, stage) for stage in stages), key=lambda terms: sum(terms.values()))

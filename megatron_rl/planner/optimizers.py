@@ -52,14 +52,17 @@ class AdamWCosts(OptimizerCosts):
     """Read and written in an update: gradient, master weight and moments in fp32, the new weight in the model's type."""
 
     def state_bytes(self, shard: float, matrix_shard: float) -> float:
+        """Bytes of the moments on one data-parallel rank."""
         return 8.0 * shard
 
     def update_bytes(
         self, work: Workload, candidate: Candidate, held: Sequence[ChunkElements], largest: int, num_layers: int
     ) -> float:
+        """Nothing beyond the state."""
         return 0.0
 
     def update_seconds(self, counts: ParameterCounts, work: Workload, candidate: Candidate, machine: Machine) -> float:
+        """Seconds of one update on the slowest stage."""
         layout = candidate.layout
         shards = []
         for stage in range(layout.pp):
@@ -69,21 +72,26 @@ class AdamWCosts(OptimizerCosts):
 
 
 class MuonCosts(AdamWCosts):
-    """One fp32 momentum of matrices and AdamW for the rest; the iteration is spread over the ranks that share a matrix's replicas."""
+    """One fp32 momentum of matrices and AdamW for the rest.
+
+    The iteration is spread over the ranks that share a matrix's replicas.
+    """
 
     def state_bytes(self, shard: float, matrix_shard: float) -> float:
+        """Bytes of the moments on one data-parallel rank."""
         return 8.0 * shard - 4.0 * matrix_shard
 
     def update_bytes(
         self, work: Workload, candidate: Candidate, held: Sequence[ChunkElements], largest: int, num_layers: int
     ) -> float:
-        """A rank's share of two rounds, sent and received, and four fp32 copies of the matrices that are orthogonalised together."""
+        """A rank's share of two rounds, sent and received, and four fp32 copies of the matrices orthogonalised together."""
         layout = candidate.layout
         share = 4 * sum(part.dense.matrices / (layout.dp * layout.cp) + part.expert.matrices / layout.edp for part in held)
         of_round = min(share, max(work.muon_round_bytes, share / num_layers))  # one layer at least
         return 4 * of_round + 4 * 4.0 * max(largest, MUON_BATCH)
 
     def update_seconds(self, counts: ParameterCounts, work: Workload, candidate: Candidate, machine: Machine) -> float:
+        """Seconds of one update on the slowest stage."""
         layout = candidate.layout
         products = []
         for stage in range(layout.pp):

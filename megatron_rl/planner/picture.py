@@ -1,6 +1,7 @@
 """A plan as a picture: memory of each stage's fullest rank, term by term, and a step's timeline with its bubble."""
 
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.planner.counts import ParameterCounts
@@ -18,10 +19,11 @@ ROUNDS = 3
 
 
 def check_format(file: Path) -> None:
+    """Refuses a file that cannot be written or whose ending is not known, by a ConfigError."""
     if file.suffix not in FORMATS:
-        raise ConfigError(f"--picture {file}: the name ends in {' or '.join(FORMATS)}")
+        raise ConfigError(f"--picture {file}: the name has to end in {' or '.join(FORMATS)}")
     if not file.parent.is_dir() or file.is_dir():
-        raise ConfigError(f"--picture {file}: no file can be written there; give one in a folder that is there")
+        raise ConfigError(f"--picture {file}: no file can be written there; give one in an existing folder")
 
 
 def draw(file: Path, counts: ParameterCounts, work: Workload, scored: Scored, machine: Machine) -> None:
@@ -42,7 +44,7 @@ def draw(file: Path, counts: ParameterCounts, work: Workload, scored: Scored, ma
     plt.close(figure)
 
 
-def _draw_memory(axes, counts: ParameterCounts, work: Workload, scored: Scored, machine: Machine) -> None:
+def _draw_memory(axes: Any, counts: ParameterCounts, work: Workload, scored: Scored, machine: Machine) -> None:
     stages = range(scored.candidate.layout.pp)
     memories = [rank_memory(counts, work, scored.candidate, machine, stage).terms for stage in stages]
     bottom = [0.0] * len(memories)
@@ -56,23 +58,27 @@ def _draw_memory(axes, counts: ParameterCounts, work: Workload, scored: Scored, 
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def _draw_timeline(axes, scored: Scored) -> None:
+def _draw_timeline(axes: Any, scored: Scored) -> None:
     layout, time = scored.candidate.layout, scored.time
     drawn = max(1, min(time.microbatches, ROUNDS * layout.pp))
     spans = timeline(
-        layout.pp, layout.vpp, drawn,
+        layout.pp,
+        layout.vpp,
+        drawn,
         lambda stage, _: time.stages[stage].forward.total / layout.vpp,
-        lambda stage, _: time.stages[stage].backward.total / layout.vpp, time.send_s,
-    )  # fmt: skip
+        lambda stage, _: time.stages[stage].backward.total / layout.vpp,
+        time.send_s,
+    )
     for span in (span for span in spans if span.stage < MOST_STAGES):
         axes.barh(
             span.stage, span.end - span.begin, left=span.begin, color=_colour(span, layout.vpp), edgecolor="white", linewidth=0.3
         )
     idle = bubble_of(spans, layout.pp)
     axes.set(
-        xlabel=f"seconds; {drawn} of {time.microbatches} microbatches, forward in blue, backward in orange, chunks in shades", ylabel="stage",
+        xlabel=f"seconds; {drawn} of {time.microbatches} microbatches, forward in blue, backward in orange, chunks in shades",
+        ylabel="stage",
         title=f"one pass over the pipeline: idle {idle:.0%} of what is drawn, {time.bubble_share:.0%} of a whole step",
-    )  # fmt: skip
+    )
     axes.invert_yaxis()
 
 

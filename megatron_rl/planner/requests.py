@@ -18,7 +18,7 @@ _OTHERS = ("GPUS", "MICROBATCH", "RECOMPUTE")
 
 
 def named_candidate(text: str, work: Workload, world_size: int) -> Candidate:
-    """ "TP=8,PP=4,RECOMPUTE=full" to a Candidate; sizes that are not named are 1, the microbatch is one longest sequence.
+    """Parses "TP=8,PP=4,RECOMPUTE=full" to a Candidate; sizes that are not named are 1, the microbatch is one longest sequence.
 
     world_size: of the trainer, where GPUS is not named.
     """
@@ -50,4 +50,4 @@ def named_candidate(text: str, work: Workload, world_size: int) -> Candidate:
         )
     world_size = numbers.pop("GPUS", world_size)
     layout = Layout(world_size, **{_SIZES[name]: size for name, size in numbers.items()})
-    return Candidate(layout, tokens, recompute)  # type: ignore[arg-type]
+    return Candidate(layout, tokens, recompute)

@@ -1,4 +1,7 @@
-"""The servers' side: what fits into their memory, how many tokens a second they sample, and how long an update of their weights takes."""
+"""The servers' side.
+
+What fits into their memory, how many tokens a second they sample, and how long an update of their weights takes.
+"""
 
 from dataclasses import dataclass
 
@@ -62,9 +65,10 @@ def server_plan(
     # Sequences are on average half done; the pool is sized for that, and preempts where it was too small.
     context = work.mean_prompt + work.mean_response / 2
     bounds = {
-        "servers.max_num_seqs": work.max_num_seqs, "room for caches": room / (per_token * context),
+        "servers.max_num_seqs": work.max_num_seqs,
+        "room for caches": room / (per_token * context),
         "max_staleness": max(1.0, work.most_in_flight / servers),
-    }  # fmt: skip
+    }
     bound = min(bounds, key=lambda name: bounds[name])
     sequences = int(bounds[bound])
     seconds, limit = decode_seconds(counts, work, machine, tensor, sequences, context)
@@ -72,9 +76,14 @@ def server_plan(
     per_sequence = work.mean_response * seconds / sequences + prefill
     expert = tensor if model.moe and tensor > 1 and model.moe.num_experts % tensor == 0 else 1
     return ServerPlan(
-        tensor, expert, sequences, weights / GIB, sequences * per_token * context / GIB, work.mean_response / per_sequence,
+        tensor,
+        expert,
+        sequences,
+        weights / GIB,
+        sequences * per_token * context / GIB,
+        work.mean_response / per_sequence,
         f"{limit}; batch by {bound}",
-    )  # fmt: skip
+    )
 
 
 def decode_seconds(
@@ -94,9 +103,11 @@ def decode_seconds(
     row = work.parameter_bytes * model.hidden_size * sequences
     links = 4 * model.num_layers * ring_seconds(machine, Group(tensor, 1), row)
     parts = {
-        "reading weights": max(weights, compute), "reading caches": cache, "links": links,
+        "reading weights": max(weights, compute),
+        "reading caches": cache,
+        "links": links,
         "overhead": machine.decode_overhead_ms * 1e-3,
-    }  # fmt: skip
+    }
     return sum(parts.values()), max(parts, key=lambda name: parts[name])
 
 
@@ -115,7 +126,10 @@ def _active(counts: ParameterCounts) -> float:
 
 
 def best_server(counts: ParameterCounts, work: Workload, machine: Machine, gpus: int) -> ServerPlan | None:
-    """The tensor-parallel size with the most tokens a second for each accelerator; within a node where the model fits into one."""
+    """The tensor-parallel size with the most tokens a second for each accelerator.
+
+    Within a node where the model fits into one.
+    """
     attention = counts.architecture.attention
     plans = []
     tensor = 1

@@ -31,7 +31,7 @@ def order_of(stage: int, pp: int, vpp: int, microbatches: int) -> list[Pass]:
         warm_up = total  # Megatron runs all forward passes first where no round would be left
     forward = [_place(number, pp, vpp, backward=False) for number in range(total)]
     backward = [_place(number, pp, vpp, backward=True) for number in range(total)]
-    steady = [step for pair in zip(forward[warm_up:], backward) for step in pair]
+    steady = [step for pair in zip(forward[warm_up:], backward, strict=False) for step in pair]
     return forward[:warm_up] + steady + backward[total - warm_up :]
 
 
@@ -50,9 +50,14 @@ def timeline(
     backward_s: Callable[[int, int], float],
     send_s: float,
 ) -> list[Span]:
-    """All passes with their moments; forward_s and backward_s of (stage, chunk). Each starts when its stage is free and its input there."""
+    """All passes with their moments; forward_s and backward_s of (stage, chunk).
+
+    Each starts when its stage is free and its input there.
+    """
     queues = [order_of(stage, pp, vpp, microbatches)[::-1] for stage in range(pp)]
-    free, done, spans = [0.0] * pp, {}, []
+    free = [0.0] * pp
+    done: dict[tuple[int, Pass], float] = {}
+    spans: list[Span] = []
     while any(queues):
         progress = False
         for stage, queue in enumerate(queues):

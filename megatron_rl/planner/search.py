@@ -28,6 +28,7 @@ class Scored:
 
     @property
     def seconds(self) -> float:
+        """Seconds of one step."""
         return self.time.total
 
 
@@ -108,7 +109,10 @@ def _of_each_length(work: Workload, layout: Layout) -> Iterator[Candidate]:
 
 
 def _least_recomputed(counts: ParameterCounts, work: Workload, machine: Machine, candidate: Candidate) -> tuple[Candidate, float]:
-    """The candidate with the first recomputation that fits, and 0; with the last one and the bytes that it lacks where none does."""
+    """The candidate with the first recomputation that fits, and 0.
+
+    With the last one and the bytes that it lacks where none does.
+    """
     for recompute in RECOMPUTE:
         tried = candidate if recompute == candidate.recompute else replace(candidate, recompute=recompute)
         total = max(rank_memory(counts, work, tried, machine, stage).total for stage in _ends(candidate.layout))
@@ -123,7 +127,10 @@ def room(machine: Machine) -> float:
 
 
 def _ends(layout: Layout) -> set[int]:
-    """Stages among which the fullest is: the first ones, which keep most microbatches, and the last, which has the output layer."""
+    """Stages among which the fullest is.
+
+    The first ones, which keep most microbatches, and the last, which has the output layer.
+    """
     return {stage for stage in (0, 1, 2, layout.pp - 1) if 0 <= stage < layout.pp}
 
 
@@ -131,9 +138,12 @@ def evaluate_candidate(counts: ParameterCounts, work: Workload, machine: Machine
     """Of a named layout, whether it fits or not; LayoutError where it does not divide the model."""
     model = counts.architecture
     candidate.layout.check_model(
-        num_layers=model.num_layers, num_heads=model.attention.num_heads, num_query_groups=model.attention.num_query_groups,
-        hidden_size=model.hidden_size, num_experts=model.moe.num_experts if model.moe else None,
-    )  # fmt: skip
+        num_layers=model.num_layers,
+        num_heads=model.attention.num_heads,
+        num_query_groups=model.attention.num_query_groups,
+        hidden_size=model.hidden_size,
+        num_experts=model.moe.num_experts if model.moe else None,
+    )
     return Scored(candidate, step_time(counts, work, candidate, machine), most_loaded(counts, work, candidate, machine))
 
 

@@ -22,6 +22,7 @@ class StagePass:
 
     @property
     def total(self) -> float:
+        """Seconds of both passes."""
         return self.forward.total + self.backward.total
 
 
@@ -36,6 +37,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
+        """Seconds of the step."""
         return sum(self.parts.values())
 
     @property
@@ -86,8 +88,11 @@ _PART_NAMES = ("matrix products", "attention", "memory and kernels", "tensor par
 
 
 def _ranks_that_meet(candidate: Candidate) -> int:
-    """Those that wait for one another in every microbatch, with different tokens or at different times: stages of a pipeline, and the
-    ranks of an expert-parallel group beyond those that share a sequence. The slowest of n is sqrt(2 log n) standard deviations late."""
+    """Those that wait for one another in every microbatch, with different tokens or at different times.
+
+    Stages of a pipeline, and the ranks of an expert-parallel group beyond those that share a sequence. The slowest of n is
+    sqrt(2 log n) standard deviations late.
+    """
     layout = candidate.layout
     return layout.pp * max(1, layout.ep * layout.etp // (layout.tp * layout.cp))
 

@@ -16,7 +16,8 @@ from megatron_rl.planner.workload import GIB, LENGTH_SPREAD, PACKING_FILL, Candi
 
 
 def print_plans(console: Console, balanced: Balanced, machine: Machine) -> None:
-    console.print(f"[bold]plans[/bold], the fastest first ({balanced.num_evaluated} layouts looked at)")
+    """Prints the plans as a table, one line each."""
+    console.print(f"[bold]plans[/bold], the fastest first ({balanced.num_evaluated} layouts evaluated)")
     table = Table(box=None, padding=(0, 1))
     for name in (
         "",
@@ -54,10 +55,18 @@ def print_plans(console: Console, balanced: Balanced, machine: Machine) -> None:
             c.microbatch_tokens,
         )
         table.add_row(
-            str(number), *map(str, sizes), c.recompute, f"{plan.trainer.memory.gib:.0f}", _s(plan.trainer_s),
-            f"{plan.trainer.time.bubble_share:.0%}", f"{plan.servers} x TP {plan.server.tensor}", _s(plan.rollouts_s), _s(plan.step_s),
-            plan.trainer.time.limit(), plan.waits,
-        )  # fmt: skip
+            str(number),
+            *map(str, sizes),
+            c.recompute,
+            f"{plan.trainer.memory.gib:.0f}",
+            _s(plan.trainer_s),
+            f"{plan.trainer.time.bubble_share:.0%}",
+            f"{plan.servers} x TP {plan.server.tensor}",
+            _s(plan.rollouts_s),
+            _s(plan.step_s),
+            plan.trainer.time.limit(),
+            plan.waits,
+        )
     console.print(table)
     console.print(f"each accelerator has {machine.memory_gib:.0f} GiB, of which a plan may fill {room(machine) / GIB:.0f}")
 
@@ -83,6 +92,7 @@ def print_details(console: Console, counts: ParameterCounts, work: Workload, pla
 
 
 def print_trainer(console: Console, counts: ParameterCounts, work: Workload, scored: Scored, machine: Machine) -> None:
+    """Prints memory and time of the trainer at one layout."""
     c, layout = scored.candidate, scored.candidate.layout
     console.print(
         f"\n[bold]trainer[/bold]: {layout.world_size} ranks, {_layout_words(c)}, microbatches of {c.microbatch_tokens} tokens, "
@@ -139,6 +149,7 @@ def _rows(table: Table, values: Mapping[str, float], form: str) -> None:
 
 
 def print_assumptions(console: Console, work: Workload, machine: Machine) -> None:
+    """Prints what the prediction assumes, with the options that change it."""
     console.print("\n[bold]assumed[/bold]")
     lengths = f"prompts of {work.mean_prompt:.0f} and responses of {work.mean_response:.0f} tokens on average"
     sampled = f"{work.singletons:.0%} of the tokens are singletons, the others keep {work.mean_keep_set:.0f} ids"
@@ -151,7 +162,7 @@ def print_assumptions(console: Console, work: Workload, machine: Machine) -> Non
         sampled if work.truncated else "no truncation: whole rows of logits, in chunks",
         f"{work.scoring_passes} passes without gradient in each step",
         f"machine {machine.name}: {machine.source}",
-        f"step times of runs that are known lie {known}; of rollouts none are known",
+        f"published step times, which the factors were fitted to, are {known}; those of rollouts are compared with nothing",
     ):
         console.print(f"  {line}", highlight=False)
 
@@ -184,10 +195,17 @@ def print_comparison(console: Console, comparisons: Sequence[Comparison]) -> Non
     for c in comparisons:
         candidate, mib = c.case.candidate, 1 << 20
         table.add_row(
-            "fitted" if c.case.fits else "[bold]held out[/bold]", candidate.describe(), str(candidate.microbatch_tokens), candidate.recompute,
-            f"{c.predicted_s:.2f}", f"{c.measured_s:.2f}{'' if c.settled else ' *'}", f"{c.time_error:+.0%}",
-            f"{c.predicted_bytes / mib:.0f}", f"{c.measured_bytes / mib:.0f}", f"{c.memory_error:+.1%}",
-        )  # fmt: skip
+            "fitted" if c.case.fits else "[bold]held out[/bold]",
+            candidate.describe(),
+            str(candidate.microbatch_tokens),
+            candidate.recompute,
+            f"{c.predicted_s:.2f}",
+            f"{c.measured_s:.2f}{'' if c.settled else ' *'}",
+            f"{c.time_error:+.0%}",
+            f"{c.predicted_bytes / mib:.0f}",
+            f"{c.measured_bytes / mib:.0f}",
+            f"{c.memory_error:+.1%}",
+        )
     console.print(table)
     if not all(c.settled for c in comparisons):
         console.print(

@@ -56,6 +56,7 @@ class Workload:
 
     @property
     def mean_tokens(self) -> float:
+        """Tokens of the average sequence."""
         return self.mean_prompt + self.mean_response
 
     @property
@@ -65,6 +66,7 @@ class Workload:
 
     @property
     def loss_share(self) -> float:
+        """Fraction of the tokens that carry a loss."""
         return self.mean_response / self.mean_tokens
 
     @property
@@ -106,6 +108,7 @@ class Candidate:
         return work.tokens / work.updates / (self.layout.dp * self.microbatches(work))
 
     def describe(self) -> str:
+        """The sizes as --explain takes them, and the data-parallel size."""
         layout = self.layout
         sizes = {"TP": layout.tp, "PP": layout.pp, "VPP": layout.vpp, "CP": layout.cp, "EP": layout.ep, "ETP": layout.etp}
         return ", ".join(f"{name}={size}" for name, size in sizes.items()) + f", DP={layout.dp}"
@@ -121,7 +124,9 @@ def workload_of(
     rollout_weights: str | None = None,
     imbalance: float = 1.2,
 ) -> Workload:
-    """Of a run's configuration. context: the longest sequence, in place of the configuration's; the longest response grows with it.
+    """Of a run's configuration.
+
+    Context: the longest sequence, in place of the configuration's; the longest response grows with it.
 
     mean_prompt, mean_response: of the task; unknown before a run, so that half of the room is assumed where they are not given.
     """

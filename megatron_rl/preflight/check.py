@@ -1,4 +1,7 @@
-"""`megatron-rl check`: all stages on a small copy of the user's run. A stage that fails does not keep the next ones from running."""
+"""`megatron-rl check`: all stages on a small copy of the user's run.
+
+A stage that fails does not keep the next ones from running.
+"""
 
 import os
 import time

@@ -1,4 +1,7 @@
-"""Faults that are injected on purpose, to see that a check notices them: each wraps a function of the program for the length of a block."""
+"""Faults that are injected on purpose, to see that a check notices them.
+
+Each wraps a function of the program for the length of a block.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

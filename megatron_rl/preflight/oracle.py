@@ -49,6 +49,7 @@ class Choices(TorchFunctionMode):
                 self.margin = min(self.margin, float((ordered[:, live.shape[1] - 1] - ordered[:, live.shape[1]]).min()))
         experts = live
         if self._experts is not None:
+            assert self._recorded is not None
             experts = torch.where(self._recorded[:, None], self._experts[:, len(self.chosen)], live)
         self.chosen.append(experts)
         return scores.gather(1, experts), experts
@@ -98,6 +99,7 @@ class Oracle:
     @contextmanager
     def _choices(self, num_tokens: int, experts: np.ndarray | None) -> Iterator[Choices]:
         moe = self.architecture.moe
+        assert moe is not None
         forced = recorded = None
         if experts is not None:
             forced = torch.zeros((num_tokens, len(moe.layers), moe.top_k), dtype=torch.int64)
@@ -126,6 +128,7 @@ def _class_of(hf_config: Mapping[str, Any]) -> type[transformers.PreTrainedModel
 def _load(folder: Path, hf_config: Mapping[str, Any]) -> transformers.PreTrainedModel:
     kind = _class_of(hf_config)
     # The class's own config: a family under another name (kimi_k2) has none. Eager: the fused products know no float64.
+    assert kind.config_class is not None
     config = kind.config_class(**hf_config)
     config._experts_implementation = "eager"
     transformers.utils.logging.disable_progress_bar()  # of files that are read in a moment, amid the check's own lines

@@ -6,7 +6,7 @@ Whatever loads Megatron is imported inside functions: the asking process names t
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -32,6 +32,8 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Forward:
+    """One rank's part of a scored plan."""
+
     log_probs: Scores
     entropies: Scores
     gradients: dict[str, Tensor]
@@ -40,6 +42,8 @@ class Forward:
 
 @dataclass(frozen=True)
 class Step:
+    """One rank's part of a scored plan and of one update."""
+
     log_probs: Scores
     loss: float
     gradients: dict[str, Tensor]
@@ -69,11 +73,13 @@ class Run:
         self.engine: Engine = build_engine(config, groups, model.config, model)
 
     def plan(self, name: str) -> StepPlan:
+        """The step plan of this name."""
         plan = self._spool.read_plan(name)
         assert isinstance(plan, StepPlan)
         return plan
 
-    def microbatches(self, name: str, **switches: bool) -> list[Microbatch]:
+    def microbatches(self, name: str, **switches: Any) -> list[Microbatch]:
+        """This rank's microbatches of a plan; switches: options of the assembly that differ from the run's."""
         from megatron_rl.trainer.model_folder import assembly_options
 
         options = replace(assembly_options(self.config, self.engine), **switches)
@@ -90,7 +96,7 @@ def opened(subject: Subject, config: Config, fault: str | None) -> Iterator[Run]
             yield run
 
 
-def forward(rank: int, subject: Subject, config: Config, fault: str | None) -> Forward:
+def forward(_rank: int, subject: Subject, config: Config, fault: str | None) -> Forward:
     """Of the plain plan, experts as the live routers choose."""
     from megatron_rl.engine.diagnostics import full_gradients
 
@@ -105,7 +111,7 @@ def forward(rank: int, subject: Subject, config: Config, fault: str | None) -> F
         return Forward(log_probs, entropies, gradients)
 
 
-def step(rank: int, subject: Subject, config: Config, fault: str | None) -> Step:
+def step(_rank: int, subject: Subject, config: Config, fault: str | None) -> Step:
     """Of the replayed plan: scores, gradients and one update of the run's own objective."""
     from megatron_rl.engine.diagnostics import full_gradients
 
@@ -118,7 +124,7 @@ def step(rank: int, subject: Subject, config: Config, fault: str | None) -> Step
         return Step(log_probs, metrics["loss"].value, gradients, copied(run.engine.hf_tensors()))
 
 
-def replays(rank: int, subject: Subject, config: Config, fault: str | None) -> Replays:
+def replays(_rank: int, subject: Subject, config: Config, fault: str | None) -> Replays:
     """Of the replayed plan, as it is and with one thing wrong at a time."""
     with opened(subject, config, fault) as run:
         moe = run.engine.table.architecture.moe
@@ -135,13 +141,14 @@ def replays(rank: int, subject: Subject, config: Config, fault: str | None) -> R
         )
 
 
-def loaded_weights(rank: int, subject: Subject, config: Config, fault: str | None) -> dict[str, Tensor]:
+def loaded_weights(_rank: int, subject: Subject, config: Config, fault: str | None) -> dict[str, Tensor]:
     """What rank 0 gathers from all ranks after each has loaded its part."""
     with opened(subject, config, fault) as run:
         return copied(run.engine.hf_tensors())
 
 
-def scores_of(rank: int, subject: Subject, config: Config, fault: str | None, plan: str) -> Scores:
+def scores_of(_rank: int, subject: Subject, config: Config, fault: str | None, plan: str) -> Scores:
+    """Log-probs of the loss tokens of a plan."""
     with opened(subject, config, fault) as run:
         microbatches = run.microbatches(plan)
         return by_sequence(microbatches, [s.log_probs for s in run.engine.score(microbatches)])
@@ -183,6 +190,8 @@ def by_sequence(microbatches: Sequence[Microbatch], values: Sequence[np.ndarray]
 
 def _other_experts(microbatch: Microbatch, num_experts: int) -> Microbatch:
     """Each recorded expert replaced by the next one."""
+    assert microbatch.routed_experts is not None
+    assert microbatch.route_mask is not None
     moved = (microbatch.routed_experts.astype(np.int64) + 1) % num_experts
     experts = np.where(microbatch.route_mask[:, None, None], moved, microbatch.routed_experts)
     return replace(microbatch, routed_experts=experts.astype(microbatch.routed_experts.dtype))

@@ -33,6 +33,7 @@ class StageResult:
 
     @property
     def passed(self) -> bool:
+        """Whether the stage ran to its end and every number is within its bound."""
         return not self.broke_off and all(m.passed for m in self.measurements)
 
 

@@ -31,7 +31,7 @@ class Scored:
 def sample_sequences(oracle: Oracle, sampling: Sampling, seed: int, *, forced_experts: bool) -> list[Scored]:
     """Lengths, prompts and, where they are forced, experts are random; otherwise the recorded experts are the routers' own."""
     random = np.random.default_rng(seed)
-    found = []
+    found: list[Scored] = []
     while len(found) < NUM_SEQUENCES:
         number = len(found)
         own = replace(sampling, top_p=1.0, top_k=0) if number == _UNTRUNCATED else sampling

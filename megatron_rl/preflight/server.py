@@ -88,6 +88,7 @@ def sync(subject: Subject, layout_pool: RankPool, server: Child, fault: str | No
 
 
 def url_of(server: Child) -> str:
+    """The address that a server listens on."""
     argv = list(server.command.argv)
     return f"http://{argv[argv.index('--host') + 1]}:{argv[argv.index('--port') + 1]}"
 

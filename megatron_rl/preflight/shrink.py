@@ -33,7 +33,10 @@ CHECK_SIZES = SmallSizes(
 
 
 def shrunk_layout(layout: Layout) -> Layout:
-    """Turns every parallel size above 1 into 2; data parallelism only up to 8 ranks in all. A stage of a different size gets one layer."""
+    """Turns every parallel size above 1 into 2; data parallelism only up to 8 ranks in all.
+
+    A stage of a different size gets one layer.
+    """
     tp, cp, pp, vpp, ep, etp = (min(2, size) for size in (layout.tp, layout.cp, layout.pp, layout.vpp, layout.ep, layout.etp))
     dp = min(2, layout.dp)
     if tp * cp * pp == 8:

@@ -37,19 +37,24 @@ class Subject:
 
     @property
     def model_folder(self) -> Path:
+        """The folder of the small model."""
         return self.folder / "model"
 
     @property
     def model(self) -> dict[str, Any]:
+        """config.json of the small model."""
         return self.config.model.architecture or {}
 
     @property
     def layout(self) -> Layout:
+        """The small parallelism layout."""
         return self.config.parallel_layout
 
     @property
     def table(self) -> ParameterTable:
+        """The small model's parameters."""
         return ParameterTable(self.model, padded_vocab_size=self.layout.padded_vocab_size(self.model["vocab_size"]))
 
     def weights(self) -> HfCheckpoint:
+        """The small model's weights."""
         return HfCheckpoint.open(self.model_folder)

@@ -7,20 +7,14 @@ from megatron_rl.preflight.results import CheckReport, StageResult
 
 
 def print_report(report: CheckReport, console: Console) -> None:
+    """Prints the report as a table, and the notes of stages that broke off."""
     table = Table(
         title="megatron-rl check" + (f" --inject-fault {report.injected_fault}" if report.injected_fault else ""),
         title_justify="left",
         show_lines=False,
     )
-    for column, justify in (
-        ("stage", "left"),
-        ("what", "left"),
-        ("number", "right"),
-        ("has to be", "right"),
-        ("", "left"),
-        ("s", "right"),
-    ):
-        table.add_column(column, justify=justify, overflow="fold")
+    for column in ("stage", "what", "number", "has to be", "", "s"):
+        table.add_column(column, justify="right" if column in ("number", "has to be", "s") else "left", overflow="fold")
     for stage in report.stages:
         for row in _rows(stage):
             table.add_row(*row)
@@ -39,7 +33,7 @@ def _rows(stage: StageResult) -> list[tuple[str, ...]]:
     if stage.skipped or stage.broke_off:
         mark = "[yellow]skipped[/yellow]" if stage.skipped else "[red]FAILED[/red]"
         return [(stage.name, stage.note if stage.skipped else "broke off, see below", "", "", mark, f"{stage.seconds:.0f}")]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for number, m in enumerate(stage.measurements):
         first = number == 0
         bound = f"{'>=' if m.at_least else '<='} {m.bound:.3g}"

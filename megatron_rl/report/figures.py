@@ -13,7 +13,10 @@ DASHES = ("solid", "dot", "dash", "dashdot", "longdash", "longdashdot")
 
 
 def trainer_waits(row: Row) -> dict[str, float]:
-    """Seconds between two steps that the trainer neither trained nor synchronised: it waited for rollouts (or for a checkpoint)."""
+    """Seconds between two steps that the trainer neither trained nor synchronised.
+
+    It waited for rollouts (or for a checkpoint).
+    """
     if "step_s" not in row.values:
         return {}
     return {"trainer_waits_s": max(0.0, row.seconds - row.values["step_s"] - row.values.get("sync_s", 0.0))}
@@ -27,29 +30,45 @@ def colours(runs: Iterable[str]) -> dict[str, str]:
 
 
 def figure(panel: Panel, runs: Mapping[str, Sequence[Row]]) -> go.Figure | None:
-    """The panel over steps; None when no run has any of its series. Values that are no finite numbers leave a gap.
+    """The panel over steps; None when no run has any of its series.
 
-    Its legend tells the series apart; a trace's `meta` is its run, which the page's own legend tells apart, for all plots together.
+    Values that are no finite numbers leave a gap.
+
+    Its legend tells the series apart; a trace's `meta` is its run, which the page's own legend tells apart, for all
+    plots together.
     """
     drawn, colour_of = go.Figure(), colours(runs)
     in_legend: set[str] = set()
     for run, rows in runs.items():
-        for dash, (name, words) in zip(DASHES, curves_of(panel).items()):
+        for dash, (name, words) in zip(DASHES, curves_of(panel).items(), strict=False):
             measured = [row for row in rows if name in row.values]
             if measured:
                 drawn.add_scatter(
-                    x=np.array([row.step for row in measured], dtype=np.int32), y=np.array([row.values[name] for row in measured], dtype=np.float32),
-                    name=words, meta=run, legendgroup=words, showlegend=words not in in_legend, mode="lines",
+                    x=np.array([row.step for row in measured], dtype=np.int32),
+                    y=np.array([row.values[name] for row in measured], dtype=np.float32),
+                    name=words,
+                    meta=run,
+                    legendgroup=words,
+                    showlegend=words not in in_legend,
+                    mode="lines",
                     line={"color": colour_of[run], "dash": dash, "width": 1.5},
-                    hovertemplate=(f"{_as_text(run)}: " if len(runs) > 1 else "") + f"{_as_text(words)}, step %{{x}}: %{{y:.5g}}<extra></extra>",
-                )  # fmt: skip
+                    hovertemplate=(f"{_as_text(run)}: " if len(runs) > 1 else "")
+                    + f"{_as_text(words)}, step %{{x}}: %{{y:.5g}}<extra></extra>",
+                )
                 in_legend.add(words)
     if not drawn.data:
         return None
     drawn.update_layout(
-        title=panel.title, template="plotly_white", height=380, margin={"l": 60, "r": 20, "t": 50, "b": 90}, showlegend=True,
-        legend={"orientation": "h", "y": -0.2}, xaxis_title="step", yaxis_title=panel.unit, yaxis_type="log" if panel.logarithmic else "linear",
-    )  # fmt: skip
+        title=panel.title,
+        template="plotly_white",
+        height=380,
+        margin={"l": 60, "r": 20, "t": 50, "b": 90},
+        showlegend=True,
+        legend={"orientation": "h", "y": -0.2},
+        xaxis_title="step",
+        yaxis_title=panel.unit,
+        yaxis_type="log" if panel.logarithmic else "linear",
+    )
     return drawn
 
 

@@ -1,4 +1,7 @@
-"""How long the completions were that were trained on, and those that were thrown away: from the ledger of the latest checkpoint."""
+"""How long the completions were that were trained on, and those that were thrown away.
+
+From the ledger of the latest checkpoint.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -35,16 +38,25 @@ def lengths_figure(of_runs: Mapping[str, Lengths | None]) -> go.Figure | None:
             if total := sum(counts):
                 name = f"{kind}, {total}"
                 drawn.add_bar(
-                    x=[_bin(k) for k in range(len(counts))], y=[count / total for count in counts], name=f"{run}: {name}" if len(of_runs) > 1 else name, meta=run,
+                    x=[_bin(k) for k in range(len(counts))],
+                    y=[count / total for count in counts],
+                    name=f"{run}: {name}" if len(of_runs) > 1 else name,
+                    meta=run,
                     marker={"color": colour_of[run], "pattern": {"shape": "/" if kind == "discarded" else ""}},
-                )  # fmt: skip
+                )
     if not drawn.data:
         return None
     drawn.update_layout(
-        title="Lengths of completions, up to the latest checkpoint", template="plotly_white", height=380, showlegend=True, xaxis_title="tokens",
-        margin={"l": 60, "r": 20, "t": 50, "b": 90}, yaxis_title="share of the completions", legend={"orientation": "h", "y": -0.2},
+        title="Lengths of completions, up to the latest checkpoint",
+        template="plotly_white",
+        height=380,
+        showlegend=True,
+        xaxis_title="tokens",
+        margin={"l": 60, "r": 20, "t": 50, "b": 90},
+        yaxis_title="share of the completions",
+        legend={"orientation": "h", "y": -0.2},
         xaxis_type="category",
-    )  # fmt: skip
+    )
     return drawn
 
 

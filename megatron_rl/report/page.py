@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from plotly.offline import get_plotlyjs
 
 from megatron_rl.config import RunFolder
@@ -42,23 +42,30 @@ def write_report(folders: Sequence[RunFolder], out: Path) -> Written:
     lengths = lengths_figure({name: read_lengths(folder, remarks.append) for name, folder in zip(names, folders, strict=True)})
     figures = [drawn for drawn in (*(figure(panel, rows) for panel in PANELS), lengths) if drawn is not None]
     page = _template().render(
-        names=names, colours=colours(names), plotly=get_plotlyjs(),
+        names=names,
+        colours=colours(names),
+        plotly=get_plotlyjs(),
         figures=[_for_script(drawn.to_json()) for drawn in figures],
-        summaries=_summaries({
-            name: summarise_run(rows[name], read_rows(folder.metrics_file, "supervised")) for name, folder in zip(names, folders, strict=True)
-        }),
+        summaries=_summaries(
+            {
+                name: summarise_run(rows[name], read_rows(folder.metrics_file, "supervised"))
+                for name, folder in zip(names, folders, strict=True)
+            }
+        ),
         configs={name: folder.config_file.read_text() for name, folder in zip(names, folders, strict=True)},
-        rollouts=_for_script(json.dumps({name: _rollouts(folder, rows[name], remarks.append) for name, folder in zip(names, folders, strict=True)})),
-    )  # fmt: skip
+        rollouts=_for_script(
+            json.dumps({name: _rollouts(folder, rows[name], remarks.append) for name, folder in zip(names, folders, strict=True)})
+        ),
+    )
     out.write_text(page, encoding="utf-8")
     return Written(len(page.encode()), tuple(remarks))
 
 
 def _check_out(out: Path) -> None:
     if out.suffix != ".html":
-        raise ReportError(f"--out {out}: what is written is HTML, and replaces what lies there: give a name that ends in .html")
+        raise ReportError(f"--out {out}: the report is HTML and replaces an existing file; give a name that ends in .html")
     if not out.parent.is_dir() or out.is_dir():
-        raise ReportError(f"--out {out}: no file can be written there; give one in a folder that is there")
+        raise ReportError(f"--out {out}: no file can be written there; give one in an existing folder")
 
 
 def _names(folders: Sequence[RunFolder]) -> list[str]:
@@ -70,12 +77,12 @@ def _names(folders: Sequence[RunFolder]) -> list[str]:
 def _rows(folder: RunFolder, remark: Callable[[str], None]) -> list[Row]:
     if not folder.config_file.exists() or not folder.metrics_file.exists():
         raise ReportError(
-            f"{folder.path}: no run lies here (config.toml and metrics.jsonl are wanted); give the folder of a run, for example "
-            "runs/NAME"
+            f"{folder.path}: there is no run in this folder (it needs config.toml and metrics.jsonl); give the folder of a run, "
+            "for example runs/NAME"
         )
     rows = read_rows(folder.metrics_file)
     if damaged := damaged_lines(folder.metrics_file):
-        remark(f"{folder.metrics_file}: {len(damaged)} lines are no whole row, the first is line {damaged[0]}; they are left out")
+        remark(f"{folder.metrics_file}: {len(damaged)} lines are damaged, the first is line {damaged[0]}; they are left out")
     if not rows:
         raise ReportError(f"{folder.path}: the run has not finished a training step yet; there is nothing to draw")
     return [replace(row, values={**row.values, **trainer_waits(row)}) for row in rows]
@@ -97,6 +104,6 @@ def _for_script(data: str) -> str:
     return data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _template():
+def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(files("megatron_rl.report").joinpath("page.html.jinja").read_text(encoding="utf-8"))

@@ -29,6 +29,8 @@ class ShownToken:
 
 @dataclass(frozen=True)
 class ShownRollout:
+    """One rollout as the page shows it."""
+
     step: int
     uid: str
     reward: float
@@ -38,12 +40,15 @@ class ShownRollout:
     tokens: tuple[ShownToken, ...]
 
     def as_json(self) -> dict:
+        """Plain values for the page's script."""
         return asdict(self)
 
 
 def shown_rollouts(folder: RunFolder, steps: Sequence[int], remark: Callable[[str], None]) -> Iterator[ShownRollout]:
-    """Of each of these steps the rollouts whose scores were kept. Steps whose records are gone are passed over, and damaged ones with a
-    remark."""
+    """Of each of these steps the rollouts whose scores were kept.
+
+    Steps whose records are gone are passed over, and damaged ones with a remark.
+    """
     spool, tokenizer = Spool(folder.path), open_tokenizer(folder)
     for step in steps:
         plan_name = Spool.plan_name(step)
@@ -82,6 +87,7 @@ def _shown(rollout: Rollout, step: int, advantage: float, scores: np.ndarray, to
 
 
 def open_tokenizer(folder: RunFolder) -> Tokenizer | None:
+    """The model's tokenizer; None where it has no tokenizer.json."""
     path = folder.model / "tokenizer.json"
     return Tokenizer.from_file(str(path)) if path.exists() else None
 

@@ -10,7 +10,7 @@ from megatron_rl.tasks.errors import TaskError
 class ChatTemplate:
     """From chat_template.jinja, else from tokenizer_config.json. Raises TaskError where the folder has none."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment  # a template comes with a downloaded model
 

@@ -16,7 +16,7 @@ class JsonlSource:
     The order of round r is a permutation drawn from (seed, r), so an item is a function of (file, seed, index).
     """
 
-    def __init__(self, file: Path, seed: int, needs_answer: bool):
+    def __init__(self, file: Path, seed: int, needs_answer: bool) -> None:
         self.file = file
         self._items = [_item(file, number, line, needs_answer) for number, line in _lines(file)]
         if not self._items:
@@ -24,6 +24,7 @@ class JsonlSource:
         self._order = lru_cache(maxsize=4)(lambda round_: np.random.default_rng((seed, round_)).permutation(len(self._items)))
 
     def item(self, index: int) -> Item:
+        """The item of this index; the file starts again in another order at its end."""
         round_, position = divmod(index, len(self._items))
         return self._items[self._order(round_)[position]]
 

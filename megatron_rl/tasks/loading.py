@@ -19,11 +19,13 @@ def load_task(section: TaskSection, seed: int) -> Task:
     source: Source
     if section.name is not None:
         source = ReasoningGymSource(section.name, section.arguments, section.size, seed)
+        name = section.name
     else:
+        assert section.file is not None  # a rule of the configuration
+        name = section.file.name
         source = JsonlSource(section.file, seed, needs_answer=section.reward is None)
     reward = import_function(section.reward, "task.reward") if section.reward else None
     environment = import_function(section.environment, "task.environment") if section.environment else None
-    name = section.name or section.file.name
     task = Task(name, source, section.prompt_template, section.answer_template, reward, environment)
     task.prompt(0)  # a template that cannot be filled shows here, not at the first group
     return task

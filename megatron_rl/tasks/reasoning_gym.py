@@ -14,12 +14,13 @@ from megatron_rl.tasks.task import Item
 class ReasoningGymSource:
     """One reasoning-gym dataset of `size` items. Templates may name the entry's `metadata`, for example {expression}."""
 
-    def __init__(self, name: str, arguments: dict[str, Any], size: int, seed: int):
+    def __init__(self, name: str, arguments: dict[str, Any], size: int, seed: int) -> None:
         self.name, self.size = name, size
         self._dataset = _create(name, {**arguments, "size": size, "seed": _spread(seed)})
         self._lock = threading.Lock()  # some datasets keep a generator or a cache between items
 
     def item(self, index: int) -> Item:
+        """The item of this index."""
         with self._lock:
             entry = self._dataset[index % self.size]
         metadata = {key: value for key, value in entry.get("metadata", {}).items() if isinstance(key, str)}
@@ -33,7 +34,9 @@ class ReasoningGymSource:
 
 def _spread(seed: int) -> int:
     """reasoning-gym adds the index to the seed: without this, seed + 1 would give the same items, shifted by one.
-    Below 2^31, since some of its generators take 32 bits."""
+
+    Below 2^31, since some of its generators take 32 bits.
+    """
     return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big") // 2
 
 

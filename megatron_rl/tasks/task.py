@@ -30,9 +30,13 @@ class Item:
 class Source(Protocol):
     """Items by index; the same index gives the same item in every process and after every restart."""
 
-    def item(self, index: int) -> Item: ...
+    def item(self, index: int) -> Item:
+        """The item of this index."""
+        ...
 
-    def score(self, answer: str, item: Item) -> float: ...
+    def score(self, answer: str, item: Item) -> float:
+        """The reward of an answer, extracted from a completion."""
+        ...
 
 
 def extract_answer(completion: str) -> str:
@@ -54,6 +58,7 @@ class Task:
     environment: Environment | None = None
 
     def item(self, index: int) -> Item:
+        """The source's item of this index."""
         return self.source.item(index)
 
     def prompt(self, index: int) -> str:
@@ -89,6 +94,7 @@ class Task:
 
     def reply(self, index: int, turns: Sequence[Mapping[str, str]]) -> str | None:
         """What the environment says to the policy's last turn; None ends the episode. Raises RewardError."""
+        assert self.environment is not None
         try:
             text = self.environment([dict(turn) for turn in turns], self.item(index).entry)
         except Exception as error:  # as above

@@ -15,7 +15,7 @@ from megatron_rl.tasks.errors import TaskError
 class TextEncoder:
     """The tokenizer of a model folder and, if the task asks for it, its chat template. Raises TaskError where one is missing."""
 
-    def __init__(self, folder: Path, section: TaskSection):
+    def __init__(self, folder: Path, section: TaskSection) -> None:
         path = folder / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_file(str(path))

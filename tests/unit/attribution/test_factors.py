@@ -91,6 +91,6 @@ def test_faults_that_a_run_cannot_have_are_not_tried() -> None:
     loaded = config()
     dense = ParameterTable(without_experts()).architecture
     left = residual(loaded, dense, knows_versions=True)
-    assert [bool(h.reason) for h in hypotheses(loaded, dense, record(), left)] == [True] * 4 + [False]
+    assert [bool(h.reason) for h in hypotheses(dense, record(), left)] == [True] * 4 + [False]
     experts = ParameterTable(loaded.model.architecture).architecture
-    assert not any(h.reason for h in hypotheses(loaded, experts, record(temperature=0.5), left))
+    assert not any(h.reason for h in hypotheses(experts, record(temperature=0.5), left))

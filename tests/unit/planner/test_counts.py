@@ -1,5 +1,7 @@
-"""The counts are the placement's, which other tests compare with what Megatron builds: for every published model on its own
-layout."""
+"""The counts are the placement's, which other tests compare with what Megatron builds.
+
+For every published model on its own layout.
+"""
 
 import json
 import math
@@ -48,9 +50,11 @@ def held_by(placement: Placement, rank: int, chunk: int) -> tuple[int, int, int,
 def counted(counts: ParameterCounts, layout: Layout, stage: int, chunk: int) -> tuple[int, int, int, int]:
     held = counts.chunk(layout, stage, chunk)
     return (
-        held.dense.trained + held.tied.trained, held.expert.trained, held.dense.matrices + held.expert.matrices,
+        held.dense.trained + held.tied.trained,
+        held.expert.trained,
+        held.dense.matrices + held.expert.matrices,
         held.dense.untrained + held.expert.untrained,
-    )  # fmt: skip
+    )
 
 
 def compare(config: dict, layout: Layout, ranks_of_stage: int = 1) -> None:

@@ -28,10 +28,14 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("[mine]\nmemory_gib = 80\n", "has no"), ('[mine]\nbase = "h300"\n', "h300"), ('[mine]\nbase = "h200"\nhbm = 3\n', "hbm: not known"),
-        ('[mine]\nbase = "h200"\nhbm_gb_s = -3\n', "0 or more"), ("mine = 3\n", "outside of a table"), ("[mine\n", "TOML"),
+        ("[mine]\nmemory_gib = 80\n", "has no"),
+        ('[mine]\nbase = "h300"\n', "h300"),
+        ('[mine]\nbase = "h200"\nhbm = 3\n', "hbm: not known"),
+        ('[mine]\nbase = "h200"\nhbm_gb_s = -3\n', "0 or more"),
+        ("mine = 3\n", "outside of a table"),
+        ("[mine\n", "TOML"),
     ],
-)  # fmt: skip
+)
 def test_tables_that_are_refused(tmp_path: Path, text: str, rule: str) -> None:
     with pytest.raises(MachineError, match=rule):
         machine_named("mine", written(tmp_path, text))

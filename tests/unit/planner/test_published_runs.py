@@ -1,4 +1,6 @@
-"""Predicted step times of published runs: of those that the shipped factors were fitted to, and of models that a fit has not seen.
+"""Predicted step times of published runs.
+
+Of those that the shipped factors were fitted to, and of models that a fit has not seen.
 
 What it does not show: times of this program, whose dispatcher and engine are not those of the published runs.
 """
@@ -23,16 +25,22 @@ RUNS = [dict(zip(TABLE["columns"], run, strict=True)) for run in TABLE["runs"]]
 FAMILIES = {"H100 and B200": ("h100", "b200"), "GB200 and GB300": ("gb200", "gb300")}
 MODELS = sorted({run["model"] for run in RUNS})
 
-# Where a fit begins: nothing of it was taken from the runs. Five factors are more than a few runs tell apart, so that those that they
+# Where a fit begins: nothing of it was taken from the runs. Five factors are more than a few runs tell apart, so that those that
+# they
 # leave open stay near these.
 START = {
-    "matmul_efficiency": 0.5, "expert_efficiency": 0.5, "expert_half_rows": 200.0, "memory_efficiency": 0.5, "layer_overhead_us": 1000.0,
-}  # fmt: skip
+    "matmul_efficiency": 0.5,
+    "expert_efficiency": 0.5,
+    "expert_half_rows": 200.0,
+    "memory_efficiency": 0.5,
+    "layer_overhead_us": 1000.0,
+}
 PULL = 0.05
 
 # Published over predicted seconds. Left out of the fit is every run of the model, on all machines of the family.
 HELD_OUT_BAND = {"H100 and B200": (0.5, 1.9), "GB200 and GB300": (0.7, 1.5)}
-# Typical factor between published and predicted seconds, exp of the root mean square of the logarithm: (shipped factors on the runs that
+# Typical factor between published and predicted seconds, exp of the root mean square of the logarithm: (shipped factors on the
+# runs that
 # they were fitted to, factors fitted without the model).
 TYPICAL = {"H100 and B200": (1.40, 1.60), "GB200 and GB300": (1.20, 1.28)}
 
@@ -106,7 +114,8 @@ def test_models_that_the_fit_has_not_seen_are_predicted_within_a_wider_band(fami
         held_out += [with_factors(run, factors) for run in runs if run["model"] == model]
     shown = (
         f"{family}, published over predicted seconds: fitted {min(shipped):.2f} to {max(shipped):.2f}, typical factor "
-        f"{typical(shipped):.2f}; model held out {min(held_out):.2f} to {max(held_out):.2f}, typical factor {typical(held_out):.2f}"
+        f"{typical(shipped):.2f}; model held out {min(held_out):.2f} to {max(held_out):.2f}, typical factor "
+        f"{typical(held_out):.2f}"
     )
     print(shown)
     low, high = HELD_OUT_BAND[family]

@@ -147,7 +147,7 @@ def test_where_no_report_belongs(tmp_path, name, says):
 
 
 def test_a_folder_without_a_run(tmp_path):
-    with pytest.raises(ReportError, match="no run lies here"):
+    with pytest.raises(ReportError, match="there is no run in this folder"):
         write_report([RunFolder(tmp_path)], tmp_path / "out.html")
     folder = make_run(tmp_path / "run", steps=0)
     with pytest.raises(ReportError, match="has not finished a training step"):
