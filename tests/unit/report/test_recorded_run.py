@@ -27,4 +27,4 @@ def test_its_configuration_metrics_and_plans_are_read(tmp_path):
     assert all(math.isfinite(row.values["loss"]) and row.values["staleness_max"] <= 1 for row in rows)
     spool = Spool(recorded.path)
     assert all(len(spool.recorded(step).entries) == 16 for step in range(STEPS))
-    assert [step for step, _ in recorded.whole_checkpoints()] == [4]
+    assert [step for step, _ in recorded.complete_checkpoints()] == [4]
