@@ -141,7 +141,6 @@ def attribute(run: RunFolder, scratch: RunFolder) -> None:
         trainer = Trainer(run, config, rendezvous_in(scratch.path, config.layout.world_size), steering=None)
     trainer.begin(Path(job.checkpoint) if job.checkpoint else None, recorded_start=True)
     plan = trainer.spool.read_plan(Spool.plan_name(job.step))
-    assert isinstance(plan, StepPlan)
     versions, differing = _train_again(trainer, job)
     if job.save_to:
         save_checkpoint(trainer.engine, Path(job.save_to), job.step)

@@ -7,12 +7,32 @@ from megatron_rl.batching.options import AssemblyOptions
 from megatron_rl.batching.packing import Alignment, PackingError, alignment_of, pack
 from megatron_rl.batching.positions import SequenceSlice, routed_positions
 from megatron_rl.batching.routes import cut_routes
-from megatron_rl.batching.spool import Plan, PlanKind, Spool, SpoolError
+from megatron_rl.batching.spool import PlanKind, Spool, SpoolError
 from megatron_rl.batching.step import build_probe, build_step, split_step, summarise
 from megatron_rl.batching.supervised import SupervisedExample, SupervisedPlan
 
 __all__ = [
-    "ADVANTAGES", "Alignment", "AssemblyOptions", "Microbatch", "PackingError", "Plan", "PlanKind", "SequenceSlice", "Spool", "SpoolError",
-    "SupervisedExample", "SupervisedPlan", "alignment_of", "build_probe", "build_step", "cut_routes", "group_mean", "group_mean_std",
-    "microbatches_for", "pack", "routed_positions", "split_step", "summarise", "supervised_microbatches",
-]  # fmt: skip
+    "ADVANTAGES",
+    "Alignment",
+    "AssemblyOptions",
+    "Microbatch",
+    "PackingError",
+    "PlanKind",
+    "SequenceSlice",
+    "Spool",
+    "SpoolError",
+    "SupervisedExample",
+    "SupervisedPlan",
+    "alignment_of",
+    "build_probe",
+    "build_step",
+    "cut_routes",
+    "group_mean",
+    "group_mean_std",
+    "microbatches_for",
+    "pack",
+    "routed_positions",
+    "split_step",
+    "summarise",
+    "supervised_microbatches",
+]

@@ -1,4 +1,4 @@
-"""Group-relative advantages: how much better than its siblings of the same prompt a rollout did."""
+"""Group-relative advantages: how much better a rollout did than the others of the same prompt."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def group_mean(rewards: np.ndarray) -> np.ndarray:
-    """f64 [n]: reward minus the group's mean; exactly 0 where all rewards are equal."""
+    """Reward minus the group's mean, f64 [n]; exactly 0 where all rewards are equal. rewards: [n]."""
     rewards = np.asarray(rewards, dtype=np.float64)
     if not len(rewards) or rewards.max() == rewards.min():  # the mean of equal numbers can be an ulp off them
         return np.zeros(len(rewards))
@@ -14,11 +14,11 @@ def group_mean(rewards: np.ndarray) -> np.ndarray:
 
 
 def group_mean_std(rewards: np.ndarray) -> np.ndarray:
-    """f64 [n]: the same over the group's standard deviation (of the group itself: divisor n); 0 where all rewards are equal."""
+    """As `group_mean`, over the group's standard deviation (divisor n), f64 [n]; 0 where all rewards are equal. rewards: [n]."""
     centred = group_mean(rewards)
     deviation = np.sqrt(np.mean(centred**2)) if len(centred) else 0.0
     return centred / deviation if deviation > 0 else centred
 
 
 ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {"group_mean": group_mean, "group_mean_std": group_mean_std}
-"""By the name that objective.advantage gives."""
+"""By the value of objective.advantage."""

@@ -1,4 +1,4 @@
-"""From a plan to the microbatches of one rank: pack, read what is its own, check, lay out."""
+"""From a step plan to the microbatches of one rank: pack, read its own rollouts, check, collate."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,10 +17,19 @@ from megatron_rl.topology import Layout, RankCoords
 def microbatches_for(
     plan: StepPlan, spool: Spool, layout: Layout, coords: RankCoords, options: AssemblyOptions
 ) -> list[Microbatch]:
-    """The microbatches of one rank, in order; every data-parallel rank gets the same number.
+    """Assemble the microbatches of one rank, in order; every data-parallel rank gets the same number.
 
-    Raises PayloadError for a file that is missing, half written or not what the plan says, ContractError for a record that breaks
-    its contract, PackingError for a sequence that fits no microbatch.
+    Args:
+        plan: Of the step, or of one of its updates.
+        spool: With the plan's payloads.
+        layout: The parallelism layout of the run.
+        coords: Of this rank in it.
+        options: What the microbatches hold.
+
+    Raises:
+        PayloadError: A file is missing, incomplete or not what the plan says.
+        ContractError: A record breaks its contract.
+        PackingError: A sequence fits no microbatch.
     """
     packing = _packing([e.num_tokens for e in plan.entries], layout, coords, options)
     read = _Reader(plan, spool, options)
@@ -36,9 +45,11 @@ def microbatches_for(
 def supervised_microbatches(
     plan: SupervisedPlan, layout: Layout, coords: RankCoords, options: AssemblyOptions
 ) -> list[Microbatch]:
-    """The same for worked solutions: the loss on the solutions' tokens over the whole vocabulary, no replay, advantage 1.
+    """As `microbatches_for`, for reference solutions: the loss is on their tokens, over the whole vocabulary, with advantage 1.
 
-    Raises ContractError for an empty prompt or solution and for ids outside the vocabulary.
+    Raises:
+        ContractError: A prompt or solution is empty, or an id is outside the vocabulary.
+        PackingError: A sequence fits no microbatch.
     """
     plain = replace(options, routing_replay=False, keep_set_replay=False)
     packing = _packing([e.num_tokens for e in plan.examples], layout, coords, plain)
@@ -56,13 +67,13 @@ def _packing(lengths: Sequence[int], layout: Layout, coords: RankCoords, options
 
 
 def _collate(members: Sequence[Member], step: int, layout: Layout, coords: RankCoords, options: AssemblyOptions) -> Microbatch:
-    whole = collate(members, step, alignment_of(layout, options.sequence_parallel), options)
-    moved = shift_routes(whole, options.route_shift)
-    return cut_routes(moved, layout, coords, sequence_parallel=options.sequence_parallel)
+    collated = collate(members, step, alignment_of(layout, options.sequence_parallel), options)
+    shifted = shift_routes(collated, options.route_shift)
+    return cut_routes(shifted, layout, coords, sequence_parallel=options.sequence_parallel)
 
 
 class _Reader:
-    """The rollouts of a plan's entries, checked against contract and plan; each file is opened once."""
+    """Reads the rollouts of a plan's entries and checks them against contract and plan; opens each file once."""
 
     def __init__(self, plan: StepPlan, spool: Spool, options: AssemblyOptions) -> None:
         self._plan, self._spool, self._options = plan, spool, options

@@ -11,21 +11,32 @@ from megatron_rl.batching.options import AssemblyOptions
 from megatron_rl.batching.packing import Alignment
 from megatron_rl.records import RaggedIds, Rollout
 
-Columns = dict[str, np.ndarray | None]
+Columns = dict[str, np.ndarray]
+"""By the field of Microbatch."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A rollout of a microbatch, with its number among the plan's entries."""
+    """A rollout of a microbatch."""
 
     number: int
+    """Of its entry in the step plan."""
     rollout: Rollout
     advantage: float
 
 
 def collate(members: Sequence[Member], step: int, alignment: Alignment, options: AssemblyOptions) -> Microbatch:
-    """The members' segments one after the other, each padded to its own multiple, then a segment that fills up to the whole's. With the
-    routes of all positions."""
+    """Collate rollouts into one microbatch.
+
+    The members' segments follow one another, each padded to the alignment's multiple; a last segment fills the microbatch up to
+    its own multiple. The routes are those of all positions: `cut_routes` cuts them to one rank's.
+
+    Args:
+        members: In the order of their segments; none gives a microbatch of padding.
+        step: The step that consumes it, from which staleness counts.
+        alignment: Of segments and microbatch.
+        options: What is replayed, and of which MoE layers.
+    """
     lengths = [m.rollout.num_tokens for m in members]
     ends = np.cumsum([0] + [alignment.padded(length) for length in lengths])
     num_positions = alignment.padded_total(max(1, int(ends[-1])))
@@ -54,11 +65,7 @@ def _blank(num_positions: int, options: AssemblyOptions) -> Columns:
     def full(value: float, dtype: type) -> np.ndarray:
         return np.full(num_positions, value, dtype=dtype)
 
-    routes = None
-    if options.replays_routes:
-        shape = (num_positions, len(options.moe_layers), options.contract.experts_per_token)
-        routes = np.full(shape, np.iinfo(options.route_dtype).max, dtype=options.route_dtype)
-    return {
+    columns = {
         "tokens": full(0, np.int64),
         "positions": full(0, np.int64),
         "targets": full(0, np.int64),
@@ -70,10 +77,13 @@ def _blank(num_positions: int, options: AssemblyOptions) -> Columns:
         "staleness": full(0, np.int32),
         "sequence": full(-1, np.int32),
         "completion_index": full(-1, np.int32),
-        "routed_experts": routes,
-        "route_mask": None if routes is None else full(False, np.bool_),
-        "route_positions": None if routes is None else np.arange(num_positions),
     }
+    if options.replays_routes:
+        shape = (num_positions, len(options.moe_layers), options.contract.experts_per_token)
+        columns["routed_experts"] = np.full(shape, np.iinfo(options.route_dtype).max, dtype=options.route_dtype)
+        columns["route_mask"] = full(False, np.bool_)
+        columns["route_positions"] = np.arange(num_positions)
+    return columns
 
 
 def _write_sequence(columns: Columns, member: Member, start: int) -> None:
@@ -84,7 +94,7 @@ def _write_sequence(columns: Columns, member: Member, start: int) -> None:
     columns["tokens"][prompt_end:end] = r.completion_ids
     columns["positions"][start:end] = np.arange(r.num_tokens)
     columns["sequence"][start:end] = member.number
-    if columns["routed_experts"] is not None:
+    if "routed_experts" in columns:
         columns["routed_experts"][start : end - 1] = r.routed_experts
         columns["route_mask"][start : end - 1] = True
 

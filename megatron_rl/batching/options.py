@@ -1,4 +1,4 @@
-"""What the microbatches of a rank are to hold."""
+"""What the microbatches of a rank hold."""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +9,7 @@ from megatron_rl.records import ModelContract
 
 @dataclass(frozen=True)
 class AssemblyOptions:
-    """What a rank's microbatches are to hold. Only moe_layers may differ between the ranks of one data-parallel replica."""
+    """What a rank's microbatches hold. Only moe_layers may differ between the ranks of one data-parallel replica."""
 
     contract: ModelContract
     max_tokens: int
@@ -21,10 +21,12 @@ class AssemblyOptions:
     moe_layers: tuple[int, ...] = ()
     """The MoE layers of this rank, by their number among the model's MoE layers, in the order in which its routers want them."""
     route_shift: int = 0
-    """For a diagnosis: position i gets the recorded experts of position i + route_shift of its sequence; where there is none, none."""
+    """For a diagnosis: position i gets the recorded experts of position i + route_shift of its sequence; where there is none,
+    none."""
 
     @property
     def replays_routes(self) -> bool:
+        """Whether microbatches hold recorded experts."""
         return self.routing_replay and self.contract.num_moe_layers > 0
 
     @property

@@ -6,32 +6,43 @@ from math import lcm
 
 import numpy as np
 
+from megatron_rl.errors import UserError
 from megatron_rl.topology import Layout
 
 ATTENTION_LENGTH = 32768
 """Tokens at which attention costs as much as the rest of a layer: about 12 hidden sizes, here for one of 2700."""
 
 
-class PackingError(ValueError):
+class PackingError(UserError, ValueError):
     """A sequence that no microbatch can hold."""
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """What numbers of positions have to be multiples of: `segment` for each sequence's own, `total` for a whole microbatch."""
+    """What numbers of positions have to be multiples of.
+
+    Example: with context parallelism of 2, Alignment(segment=4) pads a sequence of 5 tokens to 8 positions.
+    """
 
     segment: int = 1
+    """Of each sequence's positions."""
     total: int = 1
+    """Of a microbatch's positions."""
 
     def padded(self, length: int) -> int:
+        """Positions of a segment of `length` tokens."""
         return -(-length // self.segment) * self.segment
 
     def padded_total(self, length: int) -> int:
+        """Positions of a microbatch of `length` positions."""
         return -(-length // self.total) * self.total
 
 
 def alignment_of(layout: Layout, sequence_parallel: bool) -> Alignment:
-    """Context parallelism cuts each segment into 2 cp chunks; sequence parallelism cuts what is left of the microbatch by tp."""
+    """Context parallelism cuts each segment into 2 x cp chunks.
+
+    Sequence parallelism cuts each rank's part of the microbatch by tp.
+    """
     segment = 2 * layout.cp if layout.cp > 1 else 1
     return Alignment(segment=segment, total=lcm(segment, layout.cp * layout.tp if sequence_parallel else 1))
 
@@ -50,13 +61,25 @@ def pack(
     microbatch_multiple: int = 1,
     attention_length: int = ATTENTION_LENGTH,
 ) -> list[list[list[int]]]:
-    """Packing as [data-parallel rank][microbatch] -> sequence numbers, rising.
+    """Pack sequences into the microbatches of the data-parallel ranks; pure and deterministic.
 
-    Every sequence stands in exactly one microbatch; none holds more than max_tokens tokens (alignment's padding comes on top).
-    All ranks have the same number of microbatches: the smallest multiple of microbatch_multiple (the pipeline's stages, where
-    they are interleaved) for which the greedy filling succeeds: longest first, each to the cheapest that has room. A microbatch
-    may be empty.
-    Raises PackingError for a sequence above max_tokens.
+    Every sequence is in exactly one microbatch. All ranks have the same number of microbatches: the smallest for which the greedy
+    filling
+    succeeds: longest first, each into the cheapest that has room. A microbatch may be empty.
+
+    Args:
+        lengths: Tokens of each sequence.
+        num_ranks: Data-parallel ranks.
+        max_tokens: Tokens that a microbatch holds at most; the alignment's padding is added to them.
+        microbatch_multiple: The number of microbatches is a multiple of it: the pipeline stages, where they are interleaved.
+        attention_length: Of the cost model, see ATTENTION_LENGTH.
+
+    Returns:
+        [data-parallel rank][microbatch] to sequence numbers, rising. Example: lengths [9, 4, 5, 2] on 2 ranks at max_tokens 10
+        give [[[0], [3]], [[2], [1]]].
+
+    Raises:
+        PackingError: A sequence is longer than max_tokens.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if (sizes > max_tokens).any():
@@ -67,7 +90,7 @@ def pack(
     per_rank = _round_up(max(1, -(-int(sizes.sum()) // (max_tokens * num_ranks))), microbatch_multiple)
     while (bins := _fill(sizes, costs, per_rank * num_ranks, max_tokens)) is None:
         per_rank += microbatch_multiple
-    return _deal(bins, [float(costs[members].sum()) for members in bins], num_ranks)
+    return _assign(bins, [float(costs[members].sum()) for members in bins], num_ranks)
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -89,12 +112,12 @@ def _fill(sizes: np.ndarray, costs: np.ndarray, num_bins: int, max_tokens: int) 
     return [sorted(members) for members in bins]
 
 
-def _deal(bins: list[list[int]], costs: list[float], num_ranks: int) -> list[list[list[int]]]:
-    """Bins to ranks, in rounds of similar cost, dearest first, every other round backwards.
+def _assign(bins: list[list[int]], costs: list[float], num_ranks: int) -> list[list[list[int]]]:
+    """Bins to ranks, in rounds of similar cost, most expensive first, every other round in reverse order.
 
     The ranks meet in every microbatch (the experts' all-to-all), so the k-th microbatches should be alike before the totals are.
     """
     order = sorted(range(len(bins)), key=lambda b: (-costs[b], b))
     rounds = [order[start : start + num_ranks] for start in range(0, len(order), num_ranks)]
-    dealt = [members[::-1] if k % 2 else members for k, members in enumerate(rounds)]
-    return [[bins[members[rank]] for members in dealt] for rank in range(num_ranks)]
+    in_turn = [members[::-1] if k % 2 else members for k, members in enumerate(rounds)]
+    return [[bins[members[rank]] for members in in_turn] for rank in range(num_ranks)]

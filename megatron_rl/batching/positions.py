@@ -1,13 +1,13 @@
 """Which positions of a microbatch a rank holds.
 
-With `size` context-parallel ranks every segment is cut into 2 x size chunks; rank r holds the chunks r and 2 x size - 1 - r of each, so
-that all ranks have the same share of the causal mask's work. For size 2 and a segment of 8:
+With `size` context-parallel ranks every segment is cut into 2 x size chunks; rank r holds the chunks r and 2 x size - 1 - r of
+each, so that all ranks have the same share of the causal mask's work. For size 2 and a segment of 8:
 
     position   0 1 2 3 4 5 6 7
     rank       0 0 1 1 1 1 0 0
 
-This is Transformer Engine's arrangement, too. Sequence parallelism cuts what a context-parallel rank holds into as many runs as there are
-tensor-parallel ranks.
+This is Transformer Engine's arrangement, too. Sequence parallelism cuts what a context-parallel rank holds into as many runs as
+there are tensor-parallel ranks.
 """
 
 from collections.abc import Sequence

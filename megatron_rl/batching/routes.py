@@ -1,4 +1,4 @@
-"""The recorded routes of a microbatch: moved for a diagnosis, and cut to the tokens of one rank."""
+"""The recorded routes of a microbatch: cut to the tokens of one rank, and shifted for a diagnosis."""
 
 from dataclasses import replace
 
@@ -10,8 +10,15 @@ from megatron_rl.topology import Layout, RankCoords
 
 
 def cut_routes(microbatch: Microbatch, layout: Layout, coords: RankCoords, *, sequence_parallel: bool) -> Microbatch:
-    """Of a whole microbatch: the rows of the tokens that this rank's routers see, in memory of their own."""
-    if microbatch.routed_experts is None:
+    """Keep the rows of the tokens that this rank's routers see, in memory of their own, so that the others' is freed.
+
+    Args:
+        microbatch: With the routes of all positions.
+        layout: Of the run.
+        coords: Of this rank.
+        sequence_parallel: Whether the tensor-parallel ranks share the positions.
+    """
+    if microbatch.routed_experts is None or microbatch.route_mask is None:
         return microbatch
     own = routed_positions(microbatch.segment_ends, layout, coords, sequence_parallel=sequence_parallel)
     if len(own) == microbatch.num_positions:
@@ -22,8 +29,8 @@ def cut_routes(microbatch: Microbatch, layout: Layout, coords: RankCoords, *, se
 
 
 def shift_routes(microbatch: Microbatch, shift: int) -> Microbatch:
-    """Of a whole microbatch: position i takes the row of position i + shift of its own sequence, and none where that has none."""
-    if microbatch.routed_experts is None or not shift:
+    """Give each position i the row of position i + shift of its own sequence, and none where that has none; for a diagnosis."""
+    if microbatch.routed_experts is None or microbatch.route_mask is None or not shift:
         return microbatch
     source = np.arange(microbatch.num_positions) + shift
     inside = (source >= 0) & (source < microbatch.num_positions)

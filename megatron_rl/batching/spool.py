@@ -1,7 +1,7 @@
-"""The spool: a run's payloads and plans on a filesystem that orchestrator, workers and trainer share.
+"""The spool: a run's payloads and step plans on a filesystem that orchestrator, workers and trainer share.
 
     RUN/spool/rollouts/g000012.safetensors     written by workers, one file a group
-    RUN/spool/plans/step_000012.json           written by the orchestrator; also probe_000012.json, supervised_000012.json
+    RUN/spool/plans/step_000012.json           written by the orchestrator; also probe_000012.json
 
 Names inside plans, summaries and messages are relative to RUN/spool, so that a run's folder can be moved.
 """
@@ -10,20 +10,21 @@ import math
 from pathlib import Path
 from typing import Literal, get_args
 
-from megatron_rl.batching.supervised import SupervisedPlan
+from megatron_rl.errors import RunError
 from megatron_rl.records import Payload, PayloadError, StepPlan, write_atomically
 from megatron_rl.wire.control import decode, encode
 
-PlanKind = Literal["step", "probe", "supervised"]
-Plan = StepPlan | SupervisedPlan
+PlanKind = Literal["step", "probe"]
 
 
-class SpoolError(OSError):
-    """A plan or a name that the spool cannot give or take: the message names the file."""
+class SpoolError(RunError, OSError):
+    """A plan or a name that the spool cannot read or write; the message names the file."""
 
 
 class Spool:
-    def __init__(self, run_dir: Path):
+    """The spool of one run."""
+
+    def __init__(self, run_dir: Path) -> None:
         self.root = Path(run_dir) / "spool"
         self.rollouts = self.root / "rollouts"
         self.plans = self.root / "plans"
@@ -34,7 +35,11 @@ class Spool:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def path(self, name: str) -> Path:
-        """The file behind a name of a plan or a message. Raises SpoolError for a name that leads out of the spool."""
+        """The file of a name in a plan or a message.
+
+        Raises:
+            SpoolError: The name leads out of the spool.
+        """
         path = (self.root / name).resolve()
         if not path.is_relative_to(self.root.resolve()):
             raise SpoolError(f"{name!r} is not the name of a file in {self.root}")
@@ -42,60 +47,72 @@ class Spool:
 
     @staticmethod
     def payload_name(uid: str) -> str:
-        """Name of the payload file of a group: 'g000012' to 'rollouts/g000012.safetensors'."""
+        """Name of the payload file of a group. Example: 'g000012' gives 'rollouts/g000012.safetensors'."""
         return f"rollouts/{uid}.safetensors"
 
     def payload(self, name: str) -> Payload:
-        """Raises PayloadError when the file is missing or not whole."""
+        """Open the payload file of that name.
+
+        Raises:
+            PayloadError: The file is missing or incomplete.
+        """
         return Payload(self.path(name))
 
     @staticmethod
     def plan_name(step: int, kind: PlanKind = "step") -> str:
+        """Name of a plan file. Example: 12 gives 'plans/step_000012.json'."""
         return f"plans/{kind}_{step:06d}.json"
 
-    def write_plan(self, plan: Plan, kind: PlanKind | None = None) -> str:
-        """Write atomically and return the plan's name. kind: None is 'step' or 'supervised', by the plan's type."""
-        kind = kind or ("step" if isinstance(plan, StepPlan) else "supervised")
+    def write_plan(self, plan: StepPlan, kind: PlanKind = "step") -> str:
+        """Write the plan atomically.
+
+        Returns:
+            The plan's name.
+
+        Raises:
+            SpoolError: A number of the plan is not finite.
+        """
         name = self.plan_name(plan.step, kind)
-        if (kind == "supervised") != isinstance(plan, SupervisedPlan):
-            raise SpoolError(f"{name}: a {type(plan).__name__} is no plan of the kind '{kind}'")
-        if isinstance(plan, StepPlan):
-            _check_finite(plan, name)
+        _check_finite(plan, name)
         write_atomically(self.path(name), encode(plan))
         return name
 
-    def read_plan(self, name: str) -> Plan:
-        """The plan behind a name as `write_plan` returned it. Raises SpoolError for a missing, half, or foreign file."""
+    def read_plan(self, name: str) -> StepPlan:
+        """Read the plan of a name that `write_plan` returned.
+
+        Raises:
+            SpoolError: The file is missing, incomplete or foreign.
+        """
         path = self.path(name)
         kind, _, number = path.stem.partition("_")
         if kind not in get_args(PlanKind) or not number.isdigit():
-            raise SpoolError(f"{name!r}: plans are named KIND_NUMBER.json, of the kinds {', '.join(get_args(PlanKind))}")
+            raise SpoolError(f"{name!r}: plan files are named KIND_NUMBER.json, with KIND one of {', '.join(get_args(PlanKind))}")
         try:
-            plan = decode(path.read_bytes(), SupervisedPlan if kind == "supervised" else StepPlan)
+            plan = decode(path.read_bytes(), StepPlan)
         except OSError as error:
             raise SpoolError(f"{path}: the plan cannot be read ({error.strerror})") from error
         except ValueError as error:
-            raise SpoolError(f"{path}: not a whole plan ({error}); the step has to be planned again") from error
+            raise SpoolError(f"{path}: not a complete plan ({error}); the step has to be planned again") from error
         if plan.step != int(number):
             raise SpoolError(f"{path}: the file holds the plan of step {plan.step}")
         return plan
 
     def recorded(self, step: int) -> StepPlan | None:
-        """The plan of a step when it and all its payloads are there and whole, so that the step can be run again; else None."""
+        """The plan of a step, where it and all its payloads are there and complete, so that the step can be rerun; else None."""
         try:
-            return self._whole(step)
+            return self._complete(step)
         except (SpoolError, PayloadError):
             return None
 
     def fault(self, step: int) -> str:
-        """Why a step that was planned cannot be run again, naming the file; '' where it can, or was never planned."""
+        """Why a step that was planned cannot be rerun, naming the file; '' where it can, or was never planned."""
         try:
-            self._whole(step)
+            self._complete(step)
         except (SpoolError, PayloadError) as error:
             return str(error)
         return ""
 
-    def _whole(self, step: int) -> StepPlan | None:
+    def _complete(self, step: int) -> StepPlan | None:
         name = self.plan_name(step)
         if not self.path(name).exists():
             return None
@@ -104,14 +121,17 @@ class Spool:
         for entry in plan.entries:
             if entry.index >= held[entry.file]:
                 raise PayloadError(
-                    f"{self.path(entry.file)}: holds {held[entry.file]} rollouts, and {entry.uid} is said to be number {entry.index}"
+                    f"{self.path(entry.file)}: holds {held[entry.file]} rollouts; {entry.uid} should be number {entry.index}"
                 )
         return plan
 
     def forget(self, before_step: int) -> int:
-        """Delete the plans of the steps and probes before this one, and their payloads, which no other plan has; returns the number of files.
+        """Delete the plans of the steps and probes before this one, and their payloads, which no other plan has.
 
-        A plan goes after its payloads, so that what a killed process leaves is found again.
+        A plan is deleted after its payloads, so that what a killed process leaves is found again.
+
+        Returns:
+            Number of deleted files.
         """
         deleted = 0
         for path in [path for kind in ("step", "probe") for path in self.plans.glob(f"{kind}_*.json")]:
@@ -124,7 +144,7 @@ class Spool:
         return deleted
 
     def clean_half_written(self) -> int:
-        """Delete what writers that died left aside; only while none is at work. Returns the number of files."""
+        """Delete the staging files of writers that died, and return their number; only while no writer is at work."""
         left = [*self.rollouts.glob(".*.part"), *self.plans.glob(".*.part")]
         for path in left:
             path.unlink(missing_ok=True)
@@ -132,8 +152,8 @@ class Spool:
 
 
 def _check_finite(plan: StepPlan, name: str) -> None:
-    """A NaN advantage would be trained on, and show only after the step."""
+    """A NaN advantage would be trained on, and only be seen after the step."""
     numbers = {f"the advantage of {e.uid}": e.advantage for e in plan.entries} | plan.summary
     wrong = [f"{what} = {value}" for what, value in numbers.items() if not math.isfinite(value)]
     if wrong:
-        raise SpoolError(f"{name}: numbers of a plan are finite; found {'; '.join(wrong)}")
+        raise SpoolError(f"{name}: the numbers of a plan must be finite; found {'; '.join(wrong)}")

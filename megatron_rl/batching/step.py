@@ -1,4 +1,4 @@
-"""From finished groups to the plan of a step, and a plan cut into the parts of several optimizer updates."""
+"""From finished groups to a step plan, and a step plan split into the parts of several optimizer updates."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,7 +10,13 @@ from megatron_rl.records import GroupResult, PlanEntry, RolloutSummary, StepPlan
 
 
 def build_step(step: int, groups: Sequence[GroupResult], advantage: str) -> StepPlan:
-    """The plan of `step` from whole groups, entries in the order given. advantage: a key of ADVANTAGES."""
+    """The plan of a step.
+
+    Args:
+        step: That consumes it.
+        groups: Complete ones; the entries keep their order.
+        advantage: A key of ADVANTAGES.
+    """
     relative_to_group = ADVANTAGES[advantage]
     entries = []
     for group in groups:
@@ -20,23 +26,26 @@ def build_step(step: int, groups: Sequence[GroupResult], advantage: str) -> Step
 
 
 def build_probe(version: int, groups: Sequence[GroupResult]) -> StepPlan:
-    """A plan of probe rollouts, to be scored at `version` and not trained on: its advantages are 0."""
+    """A plan of probe rollouts, which are scored at `version` and not trained on: its advantages are 0."""
     entries = tuple(_entry(group, r, 0.0) for group in groups for r in group.rollouts)
     return StepPlan(step=version, entries=entries, summary=summarise(version, groups))
 
 
 def split_step(plan: StepPlan, parts: int) -> list[StepPlan]:
-    """The plan's entries in `parts` consecutive parts, each a plan of its own with its own denominators."""
+    """Split a plan into `parts` plans of consecutive entries, each with its own denominators."""
     bounds = np.linspace(0, len(plan.entries), parts + 1).round().astype(int)
     return [StepPlan(step=plan.step, entries=plan.entries[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 def summarise(step: int, groups: Sequence[GroupResult]) -> dict[str, float]:
-    """What the orchestrator knows of a batch, as finite numbers.
+    """Measure a batch from what the orchestrator knows of it: finite numbers, by the names of the metrics' catalogue.
 
     A rollout's age is that of its oldest token, in versions: staleness_mean is over rollouts, an upper bound of the tokens' mean.
-    keep_set_coverage: loss tokens that came with a keep-set; routing_coverage: routed tokens (all but each sequence's last) whose
-    experts were recorded; equal_reward_share: groups that teach nothing, since all their rewards are equal.
+    None of the names is one that the trainer measures, since both are written to one row.
+
+    Args:
+        step: The step that the batch is for: ages count from it.
+        groups: Of the batch.
     """
     rollouts = [r for group in groups for r in group.rollouts]
     if not rollouts:

@@ -1,4 +1,4 @@
-"""Worked solutions as training data: the same plan, the same microbatches, the loss on the solution's tokens."""
+"""Reference solutions as training data: the same microbatches, with the loss on the solution's tokens."""
 
 from dataclasses import dataclass
 
@@ -9,29 +9,36 @@ from megatron_rl.records import RaggedIds, Rollout, Sampling
 
 @dataclass(frozen=True)
 class SupervisedExample:
-    """Token ids of a prompt and of its solution (with the end-of-sequence token, where that is to be learned); neither empty."""
+    """Token ids of a prompt and of its solution; neither is empty.
+
+    Example: SupervisedExample(prompt_ids=(5, 42, 6, 61), solution_ids=(9, 0)), whose 0 is the end-of-sequence token to be
+        learned.
+    """
 
     prompt_ids: tuple[int, ...]
     solution_ids: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
+        """Prompt and solution."""
         return len(self.prompt_ids) + len(self.solution_ids)
 
 
 @dataclass(frozen=True)
 class SupervisedPlan:
-    """What one supervised step consumes; says nothing of the layout."""
+    """What one step of a supervised start consumes; says nothing of the parallelism layout."""
 
     step: int
     examples: tuple[SupervisedExample, ...]
 
     @property
     def num_loss_tokens(self) -> int:
+        """Tokens of all solutions."""
         return sum(len(e.solution_ids) for e in self.examples)
 
     @property
     def num_sequences(self) -> int:
+        """Number of examples."""
         return len(self.examples)
 
 

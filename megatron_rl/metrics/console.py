@@ -42,7 +42,7 @@ def wide_console() -> Console:
 class Eta:
     """Time to the end by the last steps' durations. A process's first row, which holds the start-up, counts only while alone."""
 
-    def __init__(self, total_steps: int, window: int = 10):
+    def __init__(self, total_steps: int, window: int = 10) -> None:
         self.total_steps = total_steps
         self._seconds: deque[float] = deque(maxlen=window)
         self._starting = True
@@ -74,7 +74,7 @@ def shown(values: Mapping[str, float]) -> list[tuple[str, str]]:
 class PlainDisplay:
     """One line a step, for log files."""
 
-    def __init__(self, total_steps: int, console: Console):
+    def __init__(self, total_steps: int, console: Console) -> None:
         self._eta, self._console = Eta(total_steps), console
 
     def step(self, row: Row) -> None:
@@ -97,7 +97,7 @@ class PlainDisplay:
 class LiveDisplay:
     """A bar and a table that are drawn over themselves; what is said scrolls above them."""
 
-    def __init__(self, title: str, total_steps: int, console: Console):
+    def __init__(self, title: str, total_steps: int, console: Console) -> None:
         self._title, self._eta = title, Eta(total_steps)
         self._first: dict[str, str] = {}
         self._started = time.monotonic()

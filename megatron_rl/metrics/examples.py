@@ -16,7 +16,7 @@ def choose_examples(examples: Sequence[Mapping], count: int) -> list[Mapping]:
 class ExamplesWriter:
     """examples: mappings with prompt, completion and reward; further keys are written as they are."""
 
-    def __init__(self, folder: Path, count: int):
+    def __init__(self, folder: Path, count: int) -> None:
         self.folder, self.count = folder, count
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 

@@ -29,7 +29,7 @@ class JsonLines:
     A value that is no finite number is written as null, which every JSON reader takes. A resumed run goes on in the same file.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path) -> None:
         self._file = open(path, "a+b")  # noqa: SIM115 - open until close()
         if self._file.tell() and not _ends_with_newline(path):
             self._file.write(b"\n")  # the process before this one died within a line
@@ -46,7 +46,8 @@ class JsonLines:
 
 def read_rows(path: Path, phase: Phase = "train") -> list[Row]:
     """The rows of a phase by rising step; of one done again by a resumed run the last. A line that is no whole row, such as one cut by a
-    crash, is passed over."""
+    crash, is passed over.
+    """
     rows: dict[int, Row] = {}
     for line in path.read_bytes().splitlines():
         row = _parse(line)

@@ -42,7 +42,7 @@ class Sink(Protocol):
 class TensorBoard:
     """The values of a row under their names, supervised ones under supervised/...; those that are no numbers are left out."""
 
-    def __init__(self, folder: RunFolder):
+    def __init__(self, folder: RunFolder) -> None:
         self._file = TensorBoardFile(folder.tensorboard)
 
     def write(self, row: Row) -> None:
@@ -56,16 +56,20 @@ class TensorBoard:
 class WeightsAndBiases:
     """A W&B run; a resumed run goes on in it, since its id lies in the run's folder."""
 
-    def __init__(self, config: Config, folder: RunFolder):
+    def __init__(self, config: Config, folder: RunFolder) -> None:
         import wandb
 
         id_file = folder.path / "wandb_id"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex)
         self._run = wandb.init(
-            project=config.metrics.wandb_project, name=config.run.name, id=id_file.read_text(), resume="allow", dir=folder.path,
+            project=config.metrics.wandb_project,
+            name=config.run.name,
+            id=id_file.read_text(),
+            resume="allow",
+            dir=folder.path,
             config=config.model_dump(mode="json"),
-        )  # fmt: skip
+        )
 
     def write(self, row: Row) -> None:
         prefix = "" if row.phase == "train" else f"{row.phase}/"
@@ -78,7 +82,7 @@ class WeightsAndBiases:
 class Sinks:
     """One row a step to every sink and to the display. Close it on every way out: the live display owns the terminal."""
 
-    def __init__(self, config: Config, folder: RunFolder, console: Console | None = None):
+    def __init__(self, config: Config, folder: RunFolder, console: Console | None = None) -> None:
         check_sinks(config)
         self._sinks: list[Sink] = [JsonLines(folder.metrics_file)]
         if config.metrics.tensorboard:

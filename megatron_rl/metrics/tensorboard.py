@@ -11,7 +11,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 class TensorBoardFile:
     """One events file in `folder`; a resumed run adds a file of its own, which TensorBoard reads after the first."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._writer = EventFileWriter(str(folder))
 

@@ -8,6 +8,14 @@ from megatron_rl.objective.supervised import SupervisedLoss
 from megatron_rl.objective.token_batch import Denominators, TokenBatch, token_batch
 
 __all__ = [
-    "NUM_BINS", "Denominators", "Measured", "PolicyLoss", "SupervisedLoss", "TokenBatch", "mismatch_metrics", "ratio_counts",
-    "ratio_quantiles", "token_batch",
-]  # fmt: skip
+    "NUM_BINS",
+    "Denominators",
+    "Measured",
+    "PolicyLoss",
+    "SupervisedLoss",
+    "TokenBatch",
+    "mismatch_metrics",
+    "ratio_counts",
+    "ratio_quantiles",
+    "token_batch",
+]

@@ -22,7 +22,7 @@ class PolicyLoss:
     those being trained, detached: right for a step of one update, in which p_old is p, and saves the second forward.
     """
 
-    def __init__(self, objective: Objective):
+    def __init__(self, objective: Objective) -> None:
         self.objective = objective
         self._surrogate = SURROGATES[objective.name]
         self._clip = ClipRange(objective.clip_low, objective.clip_high)

@@ -75,7 +75,6 @@ class Run:
     def plan(self, name: str) -> StepPlan:
         """The step plan of this name."""
         plan = self._spool.read_plan(name)
-        assert isinstance(plan, StepPlan)
         return plan
 
     def microbatches(self, name: str, **switches: Any) -> list[Microbatch]:

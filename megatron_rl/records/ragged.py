@@ -21,19 +21,23 @@ class RaggedIds:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int] | np.ndarray]) -> "RaggedIds":
+        """From the ids of each row."""
         ids = np.concatenate([np.zeros(0, dtype=np.int32), *rows]).astype(np.int32)
         return cls(ids, np.cumsum([0, *map(len, rows)], dtype=np.int64))
 
     @classmethod
     def from_sizes(cls, ids: np.ndarray, sizes: np.ndarray) -> "RaggedIds":
-        """Args:
-        ids: i32 [nnz], the rows one after the other.
-        sizes: int [T], the length of each row.
+        """From flat ids and the length of each row.
+
+        Args:
+            ids: i32 [nnz], the rows one after the other.
+            sizes: int [T].
         """
         return cls(ids, np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)]))
 
     @classmethod
     def empty(cls, num_rows: int) -> "RaggedIds":
+        """Rows without ids."""
         return cls(np.zeros(0, dtype=np.int32), np.zeros(num_rows + 1, dtype=np.int64))
 
     @classmethod

@@ -12,26 +12,43 @@ from megatron_rl.records.ragged import RaggedIds
 
 @dataclass(frozen=True)
 class Rollout:
-    """A prompt of P tokens and C further tokens; L MoE layers, K experts a token. Example: uid 'g000012.3', the 4th sample of group 12.
+    """One prompt of P tokens and C further tokens of a model with L MoE layers and K experts a token.
 
-    Tokens that the policy did not sample (tool output in a multi-turn episode) stand among the C with `loss_mask` false,
-    log-prob 0, an empty keep-set, and the version that was current when they were read.
+    Tokens that the policy did not sample (tool output in a multi-turn episode) are among the C with `loss_mask` false, log-prob
+    0, an empty keep-set, and the version that was current when they were read.
+
+    Example: the prompt "2*3=" answered "6" and an end-of-sequence token, sampled at top_p 0.9 from a model of 4 MoE layers with 2
+    of 8 experts a token; "6" had one rival, the end none:
+
+        prompt_ids [5, 42, 6, 61], completion_ids [9, 0], logprobs [-0.22, 0.0], keep_sets [[9, 8], [0]],
+        routed_experts of shape [5, 4, 2], policy_versions [12, 12], loss_mask [True, True], finish_reason 'stop', reward 1.0
     """
 
     uid: str
-    prompt_ids: np.ndarray  # i32 [P]
-    completion_ids: np.ndarray  # i32 [C]
-    logprobs: np.ndarray  # f32 [C], of the truncated and tempered distribution, as the engine reports them
-    keep_sets: RaggedIds  # of C rows: the ids that survived truncation for each completion token
-    routed_experts: np.ndarray  # u8 | u16 [P + C - 1, L, K]; row i routes token i; the last token's route is never used
-    policy_versions: np.ndarray  # i32 [C]
-    loss_mask: np.ndarray  # bool [C]
+    """'g000012.3' is the 4th sample of group 12."""
+    prompt_ids: np.ndarray
+    """i32 [P], token ids."""
+    completion_ids: np.ndarray
+    """i32 [C], token ids."""
+    logprobs: np.ndarray
+    """f32 [C], nats, of the truncated and tempered distribution, as the engine reports them."""
+    keep_sets: RaggedIds
+    """C rows: the ids that survived truncation for each completion token. Empty for tool output, and where nothing was
+    truncated."""
+    routed_experts: np.ndarray
+    """u8 | u16 [P + C - 1, L, K]. Row i routes token i; the last token is never routed."""
+    policy_versions: np.ndarray
+    """i32 [C], the version of the weights that sampled each token; never falls within a sequence."""
+    loss_mask: np.ndarray
+    """bool [C], true for the tokens that the policy sampled."""
     sampling: Sampling
-    finish_reason: str  # 'stop' | 'length'
+    finish_reason: str
+    """'stop' | 'length'."""
     reward: float
 
     @property
     def num_tokens(self) -> int:
+        """P + C."""
         return len(self.prompt_ids) + len(self.completion_ids)
 
     @property
@@ -46,7 +63,11 @@ class Rollout:
 
 
 def check_rollout(rollout: Rollout, contract: ModelContract) -> None:
-    """Raise ContractError at the first broken rule; vectorised, no per-token Python."""
+    """Check a record against its contract; vectorised, no per-token Python.
+
+    Raises:
+        ContractError: At the first broken rule, with rollout, token and value.
+    """
     _check_tokens(rollout, contract)
     check_keep_sets(rollout, contract.vocab_size)
     if contract.num_moe_layers:
@@ -77,7 +98,7 @@ def _check_tokens(r: Rollout, contract: ModelContract) -> None:
         ids = getattr(r, name)
         bad = (ids < 0) | (ids >= contract.vocab_size)
         if bad.any():
-            _refuse(r, _first(bad), f"{name} {ids[_first(bad)]}", f"token ids lie in 0..{contract.vocab_size - 1}")
+            _refuse(r, _first(bad), f"{name} {ids[_first(bad)]}", f"token ids are in 0..{contract.vocab_size - 1}")
     bad = ~np.isfinite(r.logprobs) | (r.logprobs > 1e-4)  # the engine rounds: a log-prob of a sure token may be a few ulp above 0
     if bad.any():
         _refuse(r, _first(bad), f"log-prob {r.logprobs[_first(bad)]}", "log-probs are finite and at most 0")
@@ -90,7 +111,11 @@ def _check_tokens(r: Rollout, contract: ModelContract) -> None:
 
 
 def check_keep_sets(r: Rollout, vocab_size: int) -> None:
-    """The contract of the keep-sets alone: shape, range, no repetition, the sampled token inside, no torn pairs."""
+    """Check the contract of the keep-sets alone: shape, range, no repetition, the sampled token inside, no torn pairs.
+
+    Raises:
+        ContractError: At the first broken rule.
+    """
     ids, offsets, sizes = r.keep_sets.ids, r.keep_sets.offsets, r.set_sizes
     num_completion = len(r.completion_ids)
     offsets_fit = offsets.shape == (num_completion + 1,) and offsets[0] == 0 and offsets[-1] == len(ids)
@@ -119,13 +144,13 @@ def check_keep_sets(r: Rollout, vocab_size: int) -> None:
             r,
             int(owner[i]),
             f"keep id {ids[i]}",
-            f"kept ids lie in 0..{vocab_size - 1}, the vocabulary without its padding",
+            f"kept ids are in 0..{vocab_size - 1}, the vocabulary without its padding",
         )
     key = np.sort(owner.astype(np.int64) * vocab_size + ids)
     repeated = key[1:] == key[:-1]
     if repeated.any():
         i = _first(repeated)
-        _refuse(r, int(key[i] // vocab_size), f"keep id {key[i] % vocab_size} twice", "an id stands in a keep-set once")
+        _refuse(r, int(key[i] // vocab_size), f"keep id {key[i] % vocab_size} twice", "an id is in a keep-set once")
     holds = np.zeros(num_completion, dtype=bool)
     holds[owner[ids == r.completion_ids[owner]]] = True
     bad = wanted & ~holds
@@ -151,7 +176,7 @@ def _check_routes(r: Rollout, contract: ModelContract) -> None:
     bad = routes >= contract.num_experts
     if bad.any():
         t, layer, k = np.argwhere(bad)[0]
-        _refuse(r, int(t), f"expert {routes[t, layer, k]} in MoE layer {layer}", f"experts lie in 0..{contract.num_experts - 1}")
+        _refuse(r, int(t), f"expert {routes[t, layer, k]} in MoE layer {layer}", f"experts are in 0..{contract.num_experts - 1}")
     ordered = np.sort(routes, axis=-1)
     repeated = ordered[..., 1:] == ordered[..., :-1]
     if repeated.any():
@@ -162,9 +187,18 @@ def _check_routes(r: Rollout, contract: ModelContract) -> None:
 
 
 def check_keep_mass(uid: str, keep_sets: RaggedIds, keep_logprobs: np.ndarray, tolerance: float) -> None:
-    """Where the engine gave log-probs for the kept ids they sum to 1: a smaller mass means that the set was cut (ties beyond the limit).
+    """Check that the kept ids carry all of the probability mass, where the engine gave log-probs for them.
 
-    keep_logprobs: f32 [nnz], of the ids of keep_sets; tokens without a set are passed over.
+    A smaller mass means that the set was cut, for example by ties beyond the number of log-probs that was asked for.
+
+    Args:
+        uid: Of the rollout, for the message.
+        keep_sets: C rows; those without ids are passed over.
+        keep_logprobs: f32 [nnz], of the ids of keep_sets.
+        tolerance: Largest |mass - 1|.
+
+    Raises:
+        ContractError: At the first token whose mass is off.
     """
     sizes = keep_sets.sizes
     mass = np.zeros(len(sizes), dtype=np.float64)
@@ -172,5 +206,8 @@ def check_keep_mass(uid: str, keep_sets: RaggedIds, keep_logprobs: np.ndarray, t
     bad = (sizes > 0) & ~(np.abs(mass - 1.0) <= tolerance)  # a NaN is bad too
     if bad.any():
         t = _first(bad)
-        rule = f"the kept ids carry all of the mass (within {tolerance}); less: the set is incomplete, ask the engine for more log-probs"
+        rule = (
+            f"the kept ids carry all of the mass (within {tolerance}); where they carry less the set is incomplete: "
+            "raise rollouts.max_keep_set"
+        )
         raise ContractError(rollout=uid, token=t, value=f"a mass of {mass[t]:.6f} over {sizes[t]} ids", rule=rule)

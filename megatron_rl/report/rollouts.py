@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from megatron_rl.batching import Spool, SpoolError
 from megatron_rl.config import RunFolder
-from megatron_rl.records import PayloadError, Rollout, StepPlan, read_scores
+from megatron_rl.records import PayloadError, Rollout, read_scores
 
 SHOWN_IDS = 64
 """Ids of a keep-set that are spelled out; of larger sets the rest is counted."""
@@ -56,7 +56,6 @@ def shown_rollouts(folder: RunFolder, steps: Sequence[int], remark: Callable[[st
             continue
         try:
             plan, scores = spool.read_plan(plan_name), read_scores(folder.scores_file(step))
-            assert isinstance(plan, StepPlan)
             entries = [entry for entry in plan.entries if entry.uid in scores and spool.path(entry.file).exists()]
             rollouts = [spool.payload(entry.file).rollout(entry.index) for entry in entries]
         except (SpoolError, PayloadError) as error:

@@ -57,7 +57,7 @@ class StackLocation:
 class FaultWatch:
     """One rank's watch. store: the one through which the ranks met."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int):
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._store = dist.PrefixStore("faults", store)
         # A client of its own: the first one may be waiting for a key.

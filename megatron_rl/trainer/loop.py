@@ -177,7 +177,7 @@ class Trainer:
 
     def _read(self, plan_file: str) -> StepPlan:
         plan = self.spool.read_plan(plan_file)
-        assert isinstance(plan, StepPlan) and plan.step == self.step, f"{plan_file} is no plan of step {self.step}"
+        assert plan.step == self.step, f"{plan_file} is no plan of step {self.step}"
         return plan
 
     def _assemble(self, part: StepPlan, spans: Spans) -> Update:

@@ -18,7 +18,10 @@ def open_model(folder: Path) -> HfCheckpoint | MegatronCheckpoint:
 def assembly_options(config: Config, engine: Engine) -> AssemblyOptions:
     """What this rank's microbatches hold."""
     return AssemblyOptions(
-        contract=engine.table.architecture.contract, max_tokens=config.trainer.max_tokens_per_microbatch,
-        sequence_parallel=config.sequence_parallel, keep_set_replay=config.objective.keep_set_replay,
-        routing_replay=config.objective.routing_replay, moe_layers=engine.moe_layers,
-    )  # fmt: skip
+        contract=engine.table.architecture.contract,
+        max_tokens=config.trainer.max_tokens_per_microbatch,
+        sequence_parallel=config.sequence_parallel,
+        keep_set_replay=config.objective.keep_set_replay,
+        routing_replay=config.objective.routing_replay,
+        moe_layers=engine.moe_layers,
+    )

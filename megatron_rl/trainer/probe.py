@@ -19,7 +19,7 @@ from megatron_rl.wire.control import ProbeReport
 class Prober:
     """Scores a probe twice where a replay is switched off: as the objective scores (the metrics), and with every replay on (the verdict)."""
 
-    def __init__(self, rank: TrainerRank):
+    def __init__(self, rank: TrainerRank) -> None:
         self._rank = rank
         self._faithful = replace(rank.options, keep_set_replay=True, routing_replay=True)
 
@@ -32,7 +32,6 @@ class Prober:
         if not name:
             return {}
         plan = t.spool.read_plan(name)
-        assert isinstance(plan, StepPlan)
         metrics, distances = self._score(plan, t.options)
         if t.options != self._faithful:
             _, distances = self._score(plan, self._faithful)

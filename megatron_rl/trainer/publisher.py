@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class PolicySource:
     """The engine's weights as a sender wants them; a pass over them is a collective of the trainer's ranks."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine) -> None:
         self._tensors = engine.rollout_tensors()
         self.specs = self._tensors.specs
 
@@ -34,7 +34,7 @@ class PolicySource:
 class Publisher:
     """Rank 0 sends; the other ranks take part in the gathering."""
 
-    def __init__(self, config: Config, engine: Engine, steering: Steering | None):
+    def __init__(self, config: Config, engine: Engine, steering: Steering | None) -> None:
         self._config, self._engine, self._steering = config, engine, steering
         self._servers_engine = engine_of(config)
         self._sender = _sender(self._servers_engine, config) if steering else None
@@ -57,9 +57,11 @@ class Publisher:
             timeout_s=self._config.weight_sync.timeout_s,
         )
         metrics = {
-            "sync_s": report.pause_s + report.transfer_s + report.resume_s, "sync_pause_s": report.pause_s,
-            "sync_transfer_s": report.transfer_s, "sync_bytes": float(report.num_bytes),
-        }  # fmt: skip
+            "sync_s": report.pause_s + report.transfer_s + report.resume_s,
+            "sync_pause_s": report.pause_s,
+            "sync_transfer_s": report.transfer_s,
+            "sync_bytes": float(report.num_bytes),
+        }
         logger.info(
             "version %d: %d servers hold it, failed: %s; %.2f s",
             version,

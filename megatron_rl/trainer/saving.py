@@ -62,7 +62,8 @@ def check_loaded(engine: Engine, checkpoint: Path, fingerprints: Path, step: int
 
 def write_policy(engine: Engine, folder: Path, model: Path) -> None:
     """The policy as a Hugging Face folder, in place of what is there, with the files of `model` and the layers for multi-token prediction that
-    the run does not train; a collective, written by rank 0."""
+    the run does not train; a collective, written by rank 0.
+    """
     tensors = engine.hf_tensors()
     if engine.groups.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)

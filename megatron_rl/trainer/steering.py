@@ -19,7 +19,7 @@ from megatron_rl.wire.control import (
     SavedReport,
     StepReport,
     WeightsReport,
-)  # fmt: skip
+)
 
 
 class NobodyMet(RuntimeError):
@@ -29,13 +29,14 @@ class NobodyMet(RuntimeError):
 class Steering:
     """A blocking client of the orchestrator. Of the ranks only the first goes on to use it after they have met."""
 
-    def __init__(self, url: str, key: str, patience_s: float = 60.0):
+    def __init__(self, url: str, key: str, patience_s: float = 60.0) -> None:
         self.url, self.key = url, key
         self._client = ControlClient(url, key, patience_s=patience_s)
 
     def rendezvous(self, rank: int, serve: Callable[[str], int], timeout_s: float) -> tuple[str, int]:
         """Host and port of the ranks' store. serve: called on rank 0 with this machine's address in the run (on a cluster the one that
-        its agent found, else that on the way to the orchestrator); it serves the store there and returns the port."""
+        its agent found, else that on the way to the orchestrator); it serves the store there and returns the port.
+        """
         own = ("", 0)
         if rank == 0:
             host = own_address(self.url)
@@ -53,7 +54,8 @@ class Steering:
 
     def probe_question(self, version: int, timeout_s: float) -> Callable[[], str | None]:
         """To be asked until it answers with the plan file of the probe rollouts sampled at `version`, '' when there were none in time.
-        One answer takes 20 s at most; the other ranks wait in a collective meanwhile."""
+        One answer takes 20 s at most; the other ranks wait in a collective meanwhile.
+        """
         deadline = time.monotonic() + timeout_s
 
         def ask() -> str | None:

@@ -23,7 +23,7 @@ FINAL_RATE = 0.1
 
 
 class SupervisedStart:
-    def __init__(self, rank: TrainerRank):
+    def __init__(self, rank: TrainerRank) -> None:
         self._rank = rank
         self._section = rank.config.supervised
         self._cache = rank.folder.supervised

@@ -14,7 +14,7 @@ from megatron_rl.batching import (
     SupervisedPlan,
     microbatches_for,
     supervised_microbatches,
-)  # fmt: skip
+)
 from megatron_rl.records import ContractError, PayloadError, PlanEntry, Sampling, StepPlan, write_payload
 from megatron_rl.topology import Layout
 from tests.unit.records.random_rollouts import CONTRACT, make_rollout, with_array, with_kept_id
@@ -194,11 +194,25 @@ def test_dtypes_are_those_of_the_record(spool):
     arrays = vars(m) | {"keep_ids": m.keep_sets.ids, "keep_offsets": m.keep_sets.offsets}
     dtypes = {name: str(array.dtype) for name, array in arrays.items() if isinstance(array, np.ndarray)}
     assert dtypes == {
-        "tokens": "int64", "positions": "int64", "segment_ends": "int32", "targets": "int64", "loss_mask": "bool",
-        "keep_ids": "int32", "keep_offsets": "int64", "full_rows": "bool", "singleton": "bool", "temperature": "float32",
-        "rollout_logprobs": "float32", "advantages": "float32", "staleness": "int32", "sequence": "int32",
-        "completion_index": "int32", "routed_experts": "uint8", "route_mask": "bool", "route_positions": "int64",
-    }  # fmt: skip
+        "tokens": "int64",
+        "positions": "int64",
+        "segment_ends": "int32",
+        "targets": "int64",
+        "loss_mask": "bool",
+        "keep_ids": "int32",
+        "keep_offsets": "int64",
+        "full_rows": "bool",
+        "singleton": "bool",
+        "temperature": "float32",
+        "rollout_logprobs": "float32",
+        "advantages": "float32",
+        "staleness": "int32",
+        "sequence": "int32",
+        "completion_index": "int32",
+        "routed_experts": "uint8",
+        "route_mask": "bool",
+        "route_positions": "int64",
+    }
 
 
 def test_a_rank_without_sequences_gets_a_microbatch_of_padding(spool):

@@ -178,7 +178,7 @@ def test_an_incomplete_recorded_plan_is_named_and_its_step_sampled_again(tmp_pat
     plan.write_bytes(plan.read_bytes()[:100])
     state, step = restore(fake.cfg, fake.folder, pytest.fail)
     resumed = FakeRun(tmp_path, config(tmp_path), state=state, step=step)
-    assert "step_000005.json: not a whole plan" in resumed.observer.events[0]
+    assert "step_000005.json: not a complete plan" in resumed.observer.events[0]
     assert resumed.observer.events[0].endswith("; new rollouts are sampled from step 5 on")
     asyncio.run(resumed.run(lambda task: sampled(resumed, task)))
     assert resumed.observer.steps == [4, 5] and resumed.consumed[0] == fake.consumed[4]

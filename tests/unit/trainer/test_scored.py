@@ -19,12 +19,18 @@ def entry(uid: str, advantage: float) -> PlanEntry:
 def rollout(uid: str, num_prompt: int, loss_mask: list[bool]) -> Rollout:
     num_tokens = len(loss_mask)
     return Rollout(
-        uid=uid, prompt_ids=np.ones(num_prompt, dtype=np.int32), completion_ids=np.arange(num_tokens, dtype=np.int32),
-        logprobs=np.zeros(num_tokens, dtype=np.float32), keep_sets=RaggedIds.empty(num_tokens),
+        uid=uid,
+        prompt_ids=np.ones(num_prompt, dtype=np.int32),
+        completion_ids=np.arange(num_tokens, dtype=np.int32),
+        logprobs=np.zeros(num_tokens, dtype=np.float32),
+        keep_sets=RaggedIds.empty(num_tokens),
         routed_experts=np.zeros((num_prompt + num_tokens - 1, 0, 0), dtype=np.uint8),
-        policy_versions=np.zeros(num_tokens, dtype=np.int32), loss_mask=np.array(loss_mask), sampling=Sampling(top_p=1.0),
-        finish_reason="stop", reward=0.0,
-    )  # fmt: skip
+        policy_versions=np.zeros(num_tokens, dtype=np.int32),
+        loss_mask=np.array(loss_mask),
+        sampling=Sampling(top_p=1.0),
+        finish_reason="stop",
+        reward=0.0,
+    )
 
 
 def test_best_and_worst_are_shown():

@@ -19,7 +19,7 @@ from megatron_rl.wire.control import (
     StepReport,
     decode,
     encode,
-)  # fmt: skip
+)
 
 
 class Orchestrator:
