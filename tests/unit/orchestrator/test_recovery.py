@@ -214,8 +214,8 @@ def test_a_full_disk_ends_the_run_by_name_and_nothing_is_lost(tmp_path, monkeypa
     fake = FakeRun(tmp_path, config(tmp_path))
     write = fake.orchestrator.context.spool.write_plan
 
-    def full_at_step_3(plan, kind=None):
-        if plan.step == 3 and kind is None:
+    def full_at_step_3(plan, kind="step"):
+        if plan.step == 3 and kind == "step":
             raise OSError(errno.ENOSPC, "No space left on device", "/scratch/spool/plans")
         return write(plan, kind)
 
