@@ -1,7 +1,8 @@
 """The two kinds of errors of this package; every error class of its own is one of them.
 
     UserError   the user can fix it: a value, a file, a command. The command line prints the message alone.
-    RunError    a run met a fault: a process, a server, a disk, a peer. The command line prints the message and where the logs are.
+    RunError    a run met a fault: a process, a server, a disk, a peer. The command line prints the message and where the logs
+    are.
 
 A message names the value, the rule and the remedy. Any other exception is a bug: it ends with its traceback.
 """

@@ -14,7 +14,9 @@ from megatron_rl.preflight.table import print_report
 
 def check_and_print(config: Config, *, fault: str | None, with_server: bool, json_file: Path | None) -> bool:
     """Whether all stages passed. json_file: where the numbers go as well."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that processes and files go on this way out too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that processes and files are cleaned up on this way out, too
     console = Console()
     with console.status("starting") as status:  # nothing where nobody looks
         report = check(config, fault=fault, with_server=with_server, announce=status.update)

@@ -23,7 +23,7 @@ Begin with `megatron-rl train CONFIG --dry-run`, which starts nothing and prints
 )
 convert = typer.Typer(no_args_is_help=True, help="Hugging Face folders to Megatron checkpoints, and back.")
 app.add_typer(convert, name="convert")
-servers = typer.Typer(no_args_is_help=True, help="Rollout servers of a run that goes on: one more, or one less.")
+servers = typer.Typer(no_args_is_help=True, help="Add or remove rollout servers while a run continues.")
 app.add_typer(servers, name="servers")
 
 Overrides = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -33,14 +33,14 @@ Overrides = {"allow_extra_args": True, "ignore_unknown_options": True}
 def train(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="A TOML file, for example model_configs/tiny-moe-cpu.toml.", show_default=False)],
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint of the run's folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the latest checkpoint in the run's folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print configuration, layout and processes; start nothing.")] = False,
 ) -> None:
     """Train a policy: rollouts by vLLM, training by Megatron-Core, at the same time.
 
-    Further words override the file: `--section.key value` (TOML notation; `none` removes a key).
-    Everything that the run writes lies in `run.folder/run.name`. Ctrl-C stops all processes, after a checkpoint.
-    A finished or stopped run goes on with: `megatron-rl train runs/NAME/config.toml --resume`.
+    Further arguments override the file: `--section.key value` (TOML notation; `none` removes a key).
+    Everything that the run writes is in `run.folder/run.name`. Ctrl-C stops all processes, after a checkpoint.
+    A finished or stopped run continues with: `megatron-rl train runs/NAME/config.toml --resume`.
     """
     from megatron_rl.launch.local import dry_run_text, run_locally
 
@@ -64,22 +64,25 @@ def launch(
     profile: Annotated[
         Path | None,
         typer.Option(
-            envvar="MEGATRON_RL_PROFILE", help="A site's TOML file: [slurm] alone; the run's own wins.", show_default=False
+            envvar="MEGATRON_RL_PROFILE",
+            help="A site's TOML file with a [slurm] section alone; what the run's own file says wins.",
+            show_default=False,
         ),
     ] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(help="'section.key=[value, value]': a job for each value, or for each combination.", show_default=False),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint of the run's folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the latest checkpoint in the run's folder.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the batch script as sbatch would get it; submit nothing.")
     ] = False,
 ) -> None:
     """Submit a run to Slurm, as one heterogeneous job: trainer nodes, with the orchestrator on the first, and rollout nodes.
 
-    Further words override the file, as in `train`. `run.folder` has to lie on a filesystem that all nodes share. Before its time limit, and
-    when it is preempted, the job saves and requeues itself; `megatron-rl status`, `logs` and `stop` work from the login node.
+    Further arguments override the file, as in `train`. `run.folder` has to be on a filesystem that all nodes share. Before its
+    time limit, and when it is preempted, the job saves and requeues itself; `megatron-rl status`, `logs` and `stop` work from
+    the login node.
     """
     from megatron_rl.launch.submit import submissions, submit, warning_about
 
@@ -99,17 +102,15 @@ def launch(
 def replay(
     context: typer.Context,
     run_dir: Annotated[Path, typer.Argument(help="The folder of a run, for example runs/tiny-moe-cpu.", show_default=False)],
-    from_step: Annotated[
-        int, typer.Option(help="Step to begin with: 0, or one that a kept checkpoint stands before.", show_default=False)
-    ],
+    from_step: Annotated[int, typer.Option(help="First step: 0, or the step of a kept checkpoint.", show_default=False)],
     steps: Annotated[
-        int | None, typer.Option(help="How many steps; all that are recorded, if not given.", show_default=False)
+        int | None, typer.Option(help="Number of steps; all recorded ones, if not given.", show_default=False)
     ] = None,
 ) -> None:
-    """Train recorded steps again, without servers, and name the first tensor that differs from what was recorded.
+    """Rerun recorded steps without servers, and name the first tensor that differs from what was recorded.
 
-    Further words override the run's configuration, for example `--layout.expert 1`: at another layout sums are taken in another
-    order, and what differs is shown with its size. The status is 0 only if every step came out as recorded.
+    Further arguments override the run's configuration, for example `--layout.expert 1`: another layout takes sums in another
+    order, and what differs is shown with its size. The exit status is 0 only if every step gave what was recorded.
     """
     from megatron_rl.launch.replay import replay_run
 
@@ -124,7 +125,7 @@ RunDir = Annotated[Path, typer.Argument(help="The folder of a run, for example r
 
 @app.command()
 def status(run_dir: RunDir) -> None:
-    """Say where a run stands: step, servers, latest checkpoint, and whether it still runs."""
+    """Show where a run stands: step, servers, latest checkpoint, and whether it is still running."""
     from megatron_rl.launch.run_control import status_text
 
     with reporting_errors(RunFolder(run_dir)):
@@ -133,7 +134,7 @@ def status(run_dir: RunDir) -> None:
 
 @app.command()
 def stop(run_dir: RunDir) -> None:
-    """Stop a run in order: its step is finished and saved, and `train` or `launch` with `--resume` goes on from there."""
+    """Stop a run: it finishes its step and saves; `train` or `launch` with `--resume` continues from there."""
     from megatron_rl.launch.run_control import stop_run
 
     with reporting_errors(RunFolder(run_dir)):
@@ -145,7 +146,7 @@ def add_servers(
     run_dir: RunDir,
     count: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
 ) -> None:
-    """Start more servers. Each is given the current weights and is verified before it samples."""
+    """Start more servers. Each gets the current weights and is verified before it samples."""
     from megatron_rl.launch.run_control import change_servers
     from megatron_rl.orchestrator import ServersRequest
 
@@ -160,7 +161,7 @@ def remove_servers(
         list[str], typer.Argument(metavar="SERVER...", help="A number as in logs/server-N, or a URL.", show_default=False)
     ],
 ) -> None:
-    """Stop servers at once. What they were sampling is drawn again on the others; the last one stays."""
+    """Stop servers at once. The others sample again what these had begun; the last server cannot be removed."""
     from megatron_rl.launch.run_control import change_servers
     from megatron_rl.orchestrator import ServersRequest
 
@@ -172,9 +173,9 @@ def remove_servers(
 def logs(
     run_dir: RunDir,
     name: Annotated[
-        str | None, typer.Argument(help="Such as trainer-0, server-0, worker-0; events if not given.", show_default=False)
+        str | None, typer.Argument(help="trainer-0, server-0, worker-0, ...; events, if not given.", show_default=False)
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it grows, until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue as it grows, until Ctrl-C.")] = False,
 ) -> None:
     """Print a log of a run: its events, or one process's output."""
     from megatron_rl.launch.run_control import show_logs
@@ -192,24 +193,24 @@ def attribute(
     run_dir: Annotated[Path, typer.Argument(help="The folder of a run, for example runs/tiny-moe-cpu.", show_default=False)],
     step: Annotated[int, typer.Option(help="The recorded step whose rollouts are scored.", show_default=False)],
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here, as JSON.", show_default=False)] = None,
-    retrain: Annotated[
-        int, typer.Option(min=0, help="Most steps to train again, to get at weights that no checkpoint holds.")
-    ] = 20,
+    retrain: Annotated[int, typer.Option(min=0, help="Steps to rerun at most, for weights that no checkpoint holds.")] = 20,
     inject_fault: Annotated[
         str | None,
         typer.Option(
-            help="Inject a fault, to see it named: swapped-gate-up, shifted-routes, one-sided-temperature, unreduced-expert-grad.",
+            help="Inject a fault, to see it named: swapped-gate-up, shifted-routes, one-sided-temperature, "
+            "unreduced-expert-grad.",
             show_default=False,
         ),
     ] = None,
     plant: FormerInjectFault = None,
 ) -> None:
-    """Say where the mismatch of a step comes from: its rollouts are scored again with one thing changed at a time.
+    """Show where the mismatch of a step comes from: its rollouts are scored again with one thing changed at a time.
 
-    Changed are: routing replay, keep-set replay, temperature, staleness (each token under the weights that sampled it), quantisation,
-    dropout, layout. Where more than rounding is left when all of it is replayed, known faults are undone one by one, and the one that
-    was there is named. Further words override the run's configuration, for example `--layout.world_size 1 --layout.expert 1`. Exit
-    status 1 when a fault is found, or more than rounding is left.
+    Changed are: routing replay, keep-set replay, temperature, staleness (each token under the weights that sampled it),
+    quantisation,
+    dropout, layout. Where more than rounding remains when all of it is replayed, known faults are undone one by one, and the
+    one that was there is named. Further arguments override the run's configuration, for example `--layout.world_size 1
+    --layout.expert 1`. Exit status 1 when a fault is found, or more than rounding remains.
     """
     from megatron_rl.launch.attribute import attribute_and_print
 
@@ -229,7 +230,8 @@ def check(
     inject_fault: Annotated[
         str | None,
         typer.Option(
-            help="Inject a fault, to see the check fail: swapped-gate-up, shifted-routes, one-sided-temperature, unreduced-expert-grad.",
+            help="Inject a fault, to see the check fail: swapped-gate-up, shifted-routes, one-sided-temperature, "
+            "unreduced-expert-grad.",
             show_default=False,
         ),
     ] = None,
@@ -238,9 +240,9 @@ def check(
     """Prove model and layout on a small copy of the run, on this machine's CPU, before a job is submitted.
 
     The copy has the run's model family with all its features, a few small layers, and every parallel size above 1 as 2. Stages:
-    *conversion* (Hugging Face to Megatron and back, to the last bit), *forward* (against transformers in float64), *layout* (against
-    one rank), *replay* (experts, keep-sets, temperature), *sync* (one update of a real vLLM server, where vLLM's CPU build is).
-    Further words override the file, as in `train`. Exit status 1 when a stage fails.
+    *conversion* (Hugging Face to Megatron and back, to the last bit), *forward* (against transformers in float64), *layout*
+    (against one rank), *replay* (experts, keep-sets, temperature), *sync* (one update of a real vLLM server, where vLLM's CPU
+    build is installed). Further arguments override the file, as in `train`. Exit status 1 when a stage fails.
     """
     from megatron_rl.launch.check import check_and_print
 
@@ -257,31 +259,33 @@ def plan(
     config: Annotated[Path, typer.Argument(help="The TOML file of the run.", show_default=False)],
     gpus: Annotated[int | None, typer.Option(help="Accelerators for trainer and servers together.", show_default=False)] = None,
     gpu_type: Annotated[str, typer.Option(help="A table of megatron_rl/planner/machines.toml, or of --machines.")] = "h200",
-    nodes_of: Annotated[int, typer.Option(help="Accelerators of a node.")] = 8,
+    nodes_of: Annotated[int, typer.Option(help="Accelerators per node.")] = 8,
     context_tokens: Annotated[
-        int | None, typer.Option("--context", help="Longest sequence, in place of model.max_sequence_length.")
+        int | None, typer.Option("--context", help="Tokens of the longest sequence, instead of model.max_sequence_length.")
     ] = None,
     trainer_gpus: Annotated[int | None, typer.Option(help="Accelerators of the trainer; chosen, if not given.")] = None,
-    mean_prompt: Annotated[float | None, typer.Option(help="Tokens; at most 512, if not given.")] = None,
-    mean_response: Annotated[float | None, typer.Option(help="Tokens; half of the room, if not given.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="adamw or muon, in place of the configuration's.")] = None,
+    mean_prompt: Annotated[float | None, typer.Option(help="Mean tokens of a prompt; at most 512, if not given.")] = None,
+    mean_response: Annotated[
+        float | None, typer.Option(help="Mean tokens of a response; half of what fits, if not given.")
+    ] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw or muon, instead of the configuration's.")] = None,
     rollout_weights: Annotated[str | None, typer.Option(help="bf16, fp8 or nvfp4: what the servers hold.")] = None,
     imbalance: Annotated[float, typer.Option(help="Tokens of the busiest rank's experts over the mean.")] = 1.2,
-    machines: Annotated[Path | None, typer.Option(help="A TOML file with machines of your own.")] = None,
+    machines: Annotated[Path | None, typer.Option(help="A TOML file with your own machines.")] = None,
     explain: Annotated[
-        str | None, typer.Option(help="Look at one layout, TP=8,PP=4,...; 'config' for the file's own.", show_default=False)
+        str | None, typer.Option(help="Explain one layout, TP=8,PP=4,...; 'config' for the file's own.", show_default=False)
     ] = None,
-    top: Annotated[int, typer.Option(help="Plans to show.")] = 5,
-    write: Annotated[bool, typer.Option("--write", help="Put the first plan into the configuration file.")] = False,
+    top: Annotated[int, typer.Option(help="Number of plans to show.")] = 5,
+    write: Annotated[bool, typer.Option("--write", help="Write the first plan into the configuration file.")] = False,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure this machine's CPU instead; its table goes to --machines, a new file.")
+        bool, typer.Option("--measure", help="Measure this machine's CPU instead, and write its table to --machines, a new file.")
     ] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw memory and a step's timeline: an .svg or .png file.")] = None,
 ) -> None:
-    """Choose a layout before a cluster is spent on it: memory of every rank, time of a step, and nodes for either side.
+    """Choose a layout before submitting a job: memory of every rank, time of a step, nodes for trainer and servers.
 
-    Of the model only config.json is read. Further words override the file, as in `train`. Exit status 1 when nothing fits, and with
-    `--measure` when a layout that the fit has not seen is predicted worse than by 25 % (time) or 10 % (memory).
+    Of the model only config.json is read. Further arguments override the file, as in `train`. Exit status 1 when nothing fits,
+    and with `--measure` when the prediction for a layout that was not fitted is off by more than 25 % (time) or 10 % (memory).
     """
     from megatron_rl.launch.plan import Assumed, measure_and_print, plan_and_print, request_of, work_of
 
@@ -301,11 +305,14 @@ def plan(
 @app.command()
 def report(
     run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs, drawn side by side.", show_default=False)
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs, shown side by side.", show_default=False)
     ],
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
 ) -> None:
-    """Write one HTML file of one or several runs: plots over steps, rollouts token by token, configurations. It needs no network."""
+    """Write one HTML file of one or several runs: plots over steps, rollouts token by token, configurations.
+
+    It needs no network.
+    """
     from megatron_rl.report import write_report
 
     with reporting_errors():
@@ -318,8 +325,8 @@ def report(
 @convert.command("hf-to-megatron")
 def hf_to_megatron(
     source: Annotated[Path, typer.Argument(help="Hugging Face folder: config.json, safetensors.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="Folder to make: checkpoint, config.json and tokenizer.", show_default=False)],
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted conversion.")] = False,
+    out: Annotated[Path, typer.Argument(help="Folder to create: checkpoint, config.json and tokenizer.", show_default=False)],
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")] = False,
 ) -> None:
     """Write a Megatron dist-checkpoint of a Hugging Face model."""
     from megatron_rl.launch.convert import convert_hf_to_megatron
@@ -333,8 +340,8 @@ def megatron_to_hf(
     source: Annotated[
         Path, typer.Argument(help="A checkpoint of a run (checkpoints/step_...) or of hf-to-megatron.", show_default=False)
     ],
-    out: Annotated[Path, typer.Argument(help="Hugging Face folder to make.", show_default=False)],
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted conversion.")] = False,
+    out: Annotated[Path, typer.Argument(help="Hugging Face folder to create.", show_default=False)],
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")] = False,
     quantize: Annotated[
         str | None, typer.Option(help="nvfp4: four-bit matrices, for servers that load them.", show_default=False)
     ] = None,
@@ -343,27 +350,30 @@ def megatron_to_hf(
     ] = "modelopt",
     quantize_modules: Annotated[
         str | None,
-        typer.Option(help="Which linear maps, by commas: attention,mlp,experts. The run's, if not given.", show_default=False),
+        typer.Option(
+            help="Linear layers, separated by commas: attention,mlp,experts. The run's, if not given.", show_default=False
+        ),
     ] = None,
     quantize_exclude: Annotated[
-        str | None, typer.Option(help="Modules that stay as they are, by commas. The run's, if not given.", show_default=False)
+        str | None,
+        typer.Option(help="Modules to leave unquantised, separated by commas. The run's, if not given.", show_default=False),
     ] = None,
 ) -> None:
-    """Write a Hugging Face folder of a Megatron dist-checkpoint, as it is or quantised.
+    """Write a Megatron dist-checkpoint as a Hugging Face folder, unquantised or quantised.
 
-    What is quantised is what the run's [precision] says: the values are then those that its trainer multiplied with, to the last bit.
+    What the run's [precision] says is quantised: the values are those that its trainer computed with, to the last bit.
     """
     from megatron_rl.launch.convert import convert_megatron_to_hf, quantised_as
 
     with reporting_errors():
         if quantize not in (None, "nvfp4"):
-            raise ConfigError(f"--quantize {quantize}: there is nvfp4")
+            raise ConfigError(f"--quantize {quantize}: the only format is nvfp4")
         names = [
             words if words is None else [word for word in words.split(",") if word]
             for words in (quantize_modules, quantize_exclude)
         ]
         if quantize is None and (quantize_layout != "modelopt" or names != [None, None]):
-            raise ConfigError("--quantize-layout, --quantize-modules and --quantize-exclude say how; add --quantize nvfp4")
+            raise ConfigError("--quantize-layout, --quantize-modules and --quantize-exclude need --quantize nvfp4")
         convert_megatron_to_hf(source, out, resume, quantised_as(source, quantize_layout, *names) if quantize else None)
 
 
@@ -376,6 +386,7 @@ def _renamed(former: str, former_value: str | None, name: str, value: str | None
 
 
 def main() -> None:
+    """The program `megatron-rl`."""
     app()
 
 

@@ -1,4 +1,7 @@
-"""The nodes of a Slurm job as the machines of a run: an agent on each, which the batch script has started, starts and ends processes."""
+"""The nodes of a Slurm job as the machines of a run.
+
+The batch script has started an agent on each, which starts and ends processes.
+"""
 
 import dataclasses
 import socket
@@ -23,7 +26,7 @@ class ClusterMachines:
         attempt: Of the job, so that agents of an earlier attempt are not taken for this one's.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, attempt: str):
+    def __init__(self, config: Config, folder: RunFolder, attempt: str) -> None:
         self._config, self._folder, self._attempt = config, folder, attempt
         slurm = config.slurm
         self.address = address_of_interface(slurm.interface) if slurm.interface else address_of_this_host()
@@ -33,13 +36,16 @@ class ClusterMachines:
 
     @property
     def handlers(self) -> Mapping[str, tuple[type, Callable]]:
+        """Of the nodes' agents."""
         return self._nodes.handlers
 
     async def gather(self, url: str) -> None:
+        """Write RUN/orchestrator.json, by which the agents find the orchestrator, and wait until all nodes have joined."""
         write_atomically(self._folder.orchestrator_file, encode(OrchestratorPlace(self._attempt, socket.gethostname(), url)))
         await self._nodes.wait_until_joined(self._config.slurm.join_timeout_s)
 
     def fleet(self) -> Fleet:
+        """Servers, assigned to the rollout nodes in turn."""
         return fleet_of(self._config, self._start_server)
 
     def start_workers(self, environment: Mapping[str, str]) -> list[Process]:
@@ -49,6 +55,7 @@ class ClusterMachines:
         return [self._nodes.start(self._nodes.node("rollouts", number), command) for number, command in enumerate(commands)]
 
     def start_trainer(self, environment: Mapping[str, str], resume: bool) -> list[Process]:
+        """layout.world_size ranks, equally many on each trainer node."""
         per_node = ranks_per_node(self._config)
         commands = trainer_processes(self._config, self._folder, {**environment, **self._of_role("trainer")}, resume, per_node)
         nodes = [self._nodes.node("trainer", rank // per_node) for rank in range(len(commands))]
@@ -56,9 +63,11 @@ class ClusterMachines:
         return list(self._ranks)
 
     async def stop_trainer(self) -> None:
+        """End what is left of the ranks."""
         await self._nodes.stop(self._ranks, GRACE_S)
 
     async def stop(self) -> None:
+        """End all processes, and tell the agents to exit."""
         await self._nodes.end(GRACE_S)
 
     async def _start_server(self, slot: int, restarts: int) -> ServerProcess:
@@ -81,13 +90,14 @@ class ClusterMachines:
         return ServerProcess(self._nodes.start(node, _with_environment(command, environment)), f"http://{node.address}:{port}")
 
     def _of_role(self, role: str) -> dict[str, str]:
-        """What NCCL and Gloo have to know of the network, and what the configuration adds."""
+        """The network interface for NCCL and Gloo, and what the configuration adds."""
         slurm = self._config.slurm
         interface = {"NCCL_SOCKET_IFNAME": slurm.interface, "GLOO_SOCKET_IFNAME": slurm.interface} if slurm.interface else {}
         return {**interface, **(slurm.trainer if role == "trainer" else slurm.rollouts).environment}
 
 
 def ranks_per_node(config: Config) -> int:
+    """Trainer ranks on each trainer node."""
     return config.layout.world_size // config.slurm.trainer.nodes
 
 

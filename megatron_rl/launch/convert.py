@@ -14,18 +14,25 @@ from megatron_rl.precision import stored_format
 
 
 def convert_hf_to_megatron(source: Path, out: Path, resume: bool) -> None:
+    """Convert with a progress bar; see conversion.hf_to_megatron."""
     with _progress_bar(f"{source} -> {out}") as report:
         hf_to_megatron(source, out, resume=resume, report=report)
 
 
 def convert_megatron_to_hf(source: Path, out: Path, resume: bool, quantise: QuantisedAs | None) -> None:
+    """Convert with a progress bar; see conversion.megatron_to_hf."""
     with _progress_bar(f"{source} -> {out}") as report:
         megatron_to_hf(source, out, quantise=quantise, resume=resume, report=report)
 
 
 def quantised_as(source: Path, layout: str, modules: list[str] | None, exclude: list[str] | None) -> QuantisedAs:
-    """In NVFP4 as the run of the checkpoint `source` trained it, by its configuration; where there is none, by the defaults of
-    [precision]. modules, exclude: given, they take the place of the configuration's.
+    """In NVFP4, as the checkpoint's run trained it by its configuration; where there is none, by the defaults of [precision].
+
+    Args:
+        source: The checkpoint, RUN/checkpoints/step_NNNNNN.
+        layout: modelopt or compressed-tensors.
+        modules: Instead of the configuration's; None: the configuration's.
+        exclude: Likewise.
     """
     run = RunFolder(source.resolve().parent.parent)
     section = run.config().precision if run.config_file.is_file() else Precision()

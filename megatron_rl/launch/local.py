@@ -23,38 +23,43 @@ from megatron_rl.tasks import load_task
 
 
 def run_locally(config: Config, folder: RunFolder, resume: bool) -> None:
-    """Train until the last step, Ctrl-C, or a failure. Raises RunFailedError, or ValueError when the run could not be started."""
+    """Train until the last step, Ctrl-C, or a failure.
+
+    Raises:
+        UserError: The run could not be started.
+        RunError: It failed.
+    """
     check_before_start(config)
     check_startable(folder, resume)
     with folder.claimed():
         check_startable(folder, resume)  # once more: it may have been started just now
         changes = changes_on_resume(folder, config) if resume else []
-        lay_ready(config, folder)
+        prepare_folder(config, folder)
         machines = ThisMachine(config, folder)
         asyncio.run(run(config, folder, machines, resume=resume, stop_signals=stop_signals(), changes=changes))
 
 
 def stop_signals() -> list[int]:
-    """Ctrl-C, `megatron-rl stop`, and a terminal that is gone, unless nohup has said that this is nothing to stop for."""
+    """Ctrl-C, `megatron-rl stop`, and a closed terminal, unless nohup ignores that."""
     ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if ends_with_terminal else [])]
 
 
-def lay_ready(config: Config, folder: RunFolder) -> None:
+def prepare_folder(config: Config, folder: RunFolder) -> None:
     """The run's folder with its model, its configuration and an empty spool, private to the user.
 
     The configuration is last: what cannot be prepared leaves a run as it was, and its name free where there was none.
     """
     folder.make()
-    with _written_aside(config) as file:
+    with _config_file(config) as file:
         prepare_model(file, folder)
     folder.create(config)
-    folder.job_file.unlink(missing_ok=True)  # a run that was a job of Slurm, and goes on here
+    folder.job_file.unlink(missing_ok=True)  # it was a Slurm job, and continues here
     Spool(folder.path).create()
 
 
 def check_before_start(config: Config) -> None:
-    """What can be known to fail before anything is started: the task, the reward function, the engine, the host and ports, W&B."""
+    """Check before anything is started: the task, the reward function, the engine, the host and ports, W&B."""
     load_task(config.task, config.run.seed)
     engine_of(config)
     check_host(config.servers.host, "servers.host")
@@ -64,7 +69,7 @@ def check_before_start(config: Config) -> None:
 
 
 def prepare_model(config_file: Path, folder: RunFolder | None) -> dict[str, object]:
-    """Check the model, and lay it ready in the run's folder if given; in a process of its own, since this one stays without torch."""
+    """Check the model and, with a run's folder, put it there; in its own process, since this one does not load torch."""
     argv = [sys.executable, "-m", "megatron_rl.launch.prepare", str(config_file), *([str(folder.path)] if folder else [])]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, preexec_fn=kill_with_parent())
     if done.returncode < 0:
@@ -80,13 +85,13 @@ def prepare_model(config_file: Path, folder: RunFolder | None) -> dict[str, obje
 
 
 def checked_model(config: Config) -> dict[str, object]:
-    """What the model is and how the layout cuts it; nothing is laid ready. Raises ConfigError when they do not fit."""
-    with _written_aside(config) as file:
+    """What the model is and how the layout divides it; nothing is written. Raises ConfigError when they do not fit."""
+    with _config_file(config) as file:
         return prepare_model(file, None)
 
 
 @contextmanager
-def _written_aside(config: Config) -> Iterator[Path]:
+def _config_file(config: Config) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "config.toml"
         file.write_text(to_toml(config))
@@ -111,10 +116,10 @@ def dry_run_text(config: Config) -> str:
             + (f", experts {experts.start}..{experts.stop - 1}" if experts else "")
         )
     lines += ["", "# processes"]
-    environment = {"MEGATRON_RL_ORCHESTRATOR": "http://127.0.0.1:PORT", "MEGATRON_RL_KEY": "(made at start)"}
+    environment = {"MEGATRON_RL_ORCHESTRATOR": "http://127.0.0.1:PORT", "MEGATRON_RL_KEY": "(generated at start)"}
     host, port = config.servers.host, config.servers.first_port
     commands = [
-        server_process(config, folder, slot, host, port + slot, 0, "(made at start)") for slot in range(config.servers.count)
+        server_process(config, folder, slot, host, port + slot, 0, "(generated at start)") for slot in range(config.servers.count)
     ]
     commands += [worker_process(folder, environment), *trainer_processes(config, folder, environment, False)]
     for command in commands:

@@ -11,7 +11,7 @@ from megatron_rl.orchestrator.fleet import Fleet
 from megatron_rl.processes import Child, Command, Process, stop_all
 
 GRACE_S = 10.0
-"""How long trainer and workers have to leave by themselves at the end."""
+"""How long trainer and workers have to exit by themselves at the end."""
 
 
 class Machines(Protocol):
@@ -24,15 +24,20 @@ class Machines(Protocol):
 
     @property
     def handlers(self) -> Mapping[str, tuple[type, Callable]]:
-        """Messages of the machines themselves, which the orchestrator's server takes for them."""
+        """Messages of the machines themselves, which the orchestrator's server receives for them."""
 
     async def gather(self, url: str) -> None:
-        """Tell the machines where the orchestrator is, and wait until all can start processes. Raises ProcessError when they do not come."""
+        """Tell the machines where the orchestrator is, and wait until all can start processes.
+
+        Raises:
+            ProcessError: Some did not join.
+        """
 
     def fleet(self) -> Fleet:
         """Of rollout servers; it starts none before it runs."""
 
-    def start_workers(self, environment: Mapping[str, str]) -> list[Process]: ...
+    def start_workers(self, environment: Mapping[str, str]) -> list[Process]:
+        """At least one, which together serve all servers."""
 
     def start_trainer(self, environment: Mapping[str, str], resume: bool) -> list[Process]:
         """All ranks."""
@@ -50,32 +55,38 @@ class ThisMachine:
     address = "127.0.0.1"
     handlers: Mapping[str, tuple[type, Callable]] = {}
 
-    def __init__(self, config: Config, folder: RunFolder):
+    def __init__(self, config: Config, folder: RunFolder) -> None:
         self._config, self._folder = config, folder
         self.key = secrets.token_hex(16)
         self._workers: list[Child] = []
         self._ranks: list[Child] = []
 
     async def gather(self, url: str) -> None:
-        return None
+        """Nothing: the children get the URL in their environment."""
+        return
 
     def fleet(self) -> Fleet:
+        """Servers on this machine."""
         return local_fleet(self._config, self._folder, self.key)
 
     def start_workers(self, environment: Mapping[str, str]) -> list[Process]:
+        """One worker."""
         return self._start(self._workers, [worker_process(self._folder, environment)])
 
     def start_trainer(self, environment: Mapping[str, str], resume: bool) -> list[Process]:
+        """All ranks."""
         return self._start(self._ranks, trainer_processes(self._config, self._folder, environment, resume))
 
     async def stop_trainer(self) -> None:
+        """End what is left of the ranks."""
         ranks, self._ranks = self._ranks, []
         await asyncio.to_thread(stop_all, ranks, GRACE_S)
 
     async def stop(self) -> None:
+        """End workers and ranks."""
         await asyncio.to_thread(
             stop_all, [*self._workers, *self._ranks], GRACE_S
-        )  # the orchestrator answers those that take their leave
+        )  # in a thread: the orchestrator still answers those that exit
 
     def _start(self, children: list[Child], commands: Sequence[Command]) -> list[Process]:
         """One by one, so that those are known which were started before one that could not be."""

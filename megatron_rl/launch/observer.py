@@ -1,4 +1,4 @@
-"""What a run shows and writes while it goes on, and its summary at the end."""
+"""What a run shows and writes while it is running, and its summary at the end."""
 
 from collections.abc import Mapping, Sequence
 from typing import Self
@@ -10,13 +10,13 @@ from megatron_rl.metrics import Sinks, print_summary, write_summary
 from megatron_rl.wire.control import Progress
 
 STEPS_OF_EQUAL_REWARDS = 5
-"""After as many steps in which no group had two different rewards a person is told: such steps change nothing."""
+"""After so many steps in a row in which no group had two different rewards an event says so: such steps change nothing."""
 
 
 class RunObserver:
     """The orchestrator's Observer over the sinks that the config names. Events also go to logs/events.log."""
 
-    def __init__(self, config: Config, folder: RunFolder, console: Console | None = None):
+    def __init__(self, config: Config, folder: RunFolder, console: Console | None = None) -> None:
         self._folder, self._console = folder, console
         self._sinks = Sinks(config, folder, console)
         self._events = open(folder.logs / "events.log", "a")  # noqa: SIM115 - open until __exit__
@@ -25,16 +25,18 @@ class RunObserver:
         self._steps_of_equal_rewards = 0
 
     def batch(self, summary: Mapping[str, float], examples: Sequence[dict]) -> None:
+        """Keep them until the step is trained; say so when rewards have been equal for long."""
         self._summary, self._examples = summary, examples
         self._steps_of_equal_rewards = self._steps_of_equal_rewards + 1 if summary.get("equal_reward_share") == 1.0 else 0
         if self._steps_of_equal_rewards == STEPS_OF_EQUAL_REWARDS:
             self.event(
-                f"rewards teach nothing: for {STEPS_OF_EQUAL_REWARDS} steps those of each group were equal (their mean is now "
-                f"{summary['reward_mean']:g}), and so every advantage was 0; look at {self._folder.examples}, and whether the reward tells a better "
-                "answer from a worse one"
+                f"no learning signal: for {STEPS_OF_EQUAL_REWARDS} steps the rewards within each group were equal (mean "
+                f"{summary['reward_mean']:g}), so every advantage was 0; look at the rollouts in {self._folder.examples}, and "
+                "check that the reward distinguishes better answers from worse ones"
             )
 
     def step(self, step: int, metrics: Mapping[str, float], *, rollout_tokens_per_s: float, ledger: Mapping[str, float]) -> None:
+        """Write the step's metrics and rollouts."""
         in_ledger = {f"ledger/{name}": value for name, value in ledger.items()}
         # Nothing has two meanings: the names of the two are distinct, except in a plan recorded by a former version.
         of_batch = {name: value for name, value in self._summary.items() if name not in metrics}
@@ -42,11 +44,13 @@ class RunObserver:
         self._sinks.examples(step, self._examples)
 
     def progress(self, report: Progress) -> None:
+        """Show how far the supervised start has come, and write its metrics."""
         self._sinks.progress(report.phase, report.done, report.total, report.metrics)
         if report.metrics:
             self._sinks.write(report.done, report.metrics, "supervised")
 
     def event(self, message: str) -> None:
+        """Show the event, and append it to logs/events.log."""
         self._events.write(message + "\n")
         self._events.flush()
         self._sinks.say(message)

@@ -9,7 +9,7 @@ from rich.console import Console
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.conversion.model_files import hf_config_of
 from megatron_rl.metrics import wide_console
-from megatron_rl.planner import Balanced, Machine, ParameterCounts, Workload, balance, candidate_of, machine_named, workload_of
+from megatron_rl.planner import Machine, ParameterCounts, Workload, balance, candidate_of, machine_named, workload_of
 from megatron_rl.planner.choice import write_choice
 from megatron_rl.planner.machine import to_toml
 from megatron_rl.planner.measure import measure_machine
@@ -50,7 +50,7 @@ def plan_and_print(
     )
     if not balanced.plans:
         print_missing(console, balanced, request.machine)
-        _print_nearest_feasible(console, counts, work, request, balanced)
+        _print_nearest_feasible(console, counts, work, request)
         return False
     print_plans(console, balanced, request.machine)
     best = balanced.plans[0]
@@ -67,7 +67,7 @@ def plan_and_print(
 def measure_and_print(config: Config, out: Path | None) -> bool:
     """Whether all layouts that the fit has not seen were predicted well. out: where the fitted machine goes."""
     if out is not None and out.exists():
-        raise ConfigError(f"--machines {out}: is there already; with --measure it is written, so give a new name")
+        raise ConfigError(f"--machines {out} exists already; --measure writes a new file")
     console = wide_console()
     with console.status("starting") as status:
         machine, comparisons = measure_machine(config, hf_config_of(config), machine_named("cpu"), status.update)
@@ -94,13 +94,17 @@ def _explain(console: Console, counts: ParameterCounts, work: Workload, request:
             f"\n[bold red]does not fit[/bold red]: {missing / GIB:.1f} GiB too much on each rank of stage {scored.memory.stage}"
         )
         return False
-    searched = balance(
-        counts, work, request.machine, request.gpus, request.node, trainer_gpus=candidate.layout.world_size, keep=1
-    ) if candidate.layout.world_size < request.gpus else None  # fmt: skip
+    searched = (
+        balance(counts, work, request.machine, request.gpus, request.node, trainer_gpus=candidate.layout.world_size, keep=1)
+        if candidate.layout.world_size < request.gpus
+        else None
+    )
     if searched and searched.plans:
         best = searched.plans[0].trainer
         console.print(
-            f"\nfits; the planner's own choice on as many ranks: {best.candidate.describe()}, {best.seconds:.1f} s against {scored.seconds:.1f} s"
+            f"\nfits; the planner's own choice on as many ranks: {best.candidate.describe()}, {best.seconds:.1f} s, "
+            "compared with "
+            f"{scored.seconds:.1f} s"
         )
     else:
         console.print("\nfits")
@@ -113,42 +117,42 @@ def _say_what_is_not_counted(console: Console, config: Config) -> None:
     with_mtp, without = (ParameterTable(hf_config_of(config), with_mtp=wanted).num_parameters for wanted in (True, False))
     if with_mtp > without:
         console.print(
-            f"[yellow]not counted[/yellow]: layers for multi-token prediction (model.mtp = 'trained'), {(with_mtp - without) / 1e9:.3g} billion "
-            "parameters, passes like a last layer's and the output layer's once more, all on the last stage: give that stage as many layers "
-            "fewer (layout.last_stage_layers), and leave room\n"
+            "[yellow]not counted[/yellow]: layers for multi-token prediction (model.mtp = 'trained'), "
+            f"{(with_mtp - without) / 1e9:.3g} billion parameters. Each costs as much as a last layer and the output layer "
+            "once more, on "
+            "the last stage: give that stage as many layers fewer (layout.last_stage_layers), and leave memory free\n"
         )
 
 
-def _print_nearest_feasible(
-    console: Console, counts: ParameterCounts, work: Workload, request: Request, balanced: Balanced
-) -> None:
-    """More accelerators of the same sort."""
+def _print_nearest_feasible(console: Console, counts: ParameterCounts, work: Workload, request: Request) -> None:
+    """Print the plan on more accelerators of the same type."""
     gpus = request.gpus
     while gpus < 64 * request.gpus and gpus < 16384:
         gpus *= 2
         larger = balance(counts, work, request.machine, gpus, request.node, keep=1)
         if larger.plans:
             plan = larger.plans[0]
-            console.print(
-                f"\n[bold]the nearest that fits[/bold]: --gpus {gpus}, {plan.trainer.candidate.layout.world_size} of them for the trainer"
-            )
+            ranks = plan.trainer.candidate.layout.world_size
+            console.print(f"\n[bold]the nearest that fits[/bold]: --gpus {gpus}, {ranks} of them for the trainer")
             print_plans(console, larger, request.machine)
             return
     if smallest_fitting_search(counts, work, request.machine, gpus, request.node) is None:
-        console.print("\nnothing fits on any number of these accelerators: shorten the sequences, or take ones with more memory")
+        console.print(
+            "\nnothing fits on any number of these accelerators: shorten the sequences, or use accelerators with more memory"
+        )
 
 
 def request_of(gpus: int | None, gpu_type: str, node: int, machines: Path | None, trainer_gpus: int | None, top: int) -> Request:
     """ConfigError with everything that is out of range."""
     if gpus is None:
-        raise ConfigError("--gpus is missing: how many accelerators trainer and servers have together, such as --gpus 64")
+        raise ConfigError("--gpus is missing: the number of accelerators of trainer and servers together, for example --gpus 64")
     wrong = [f"--{name} {value}: 1 or more" for name, value in (("gpus", gpus), ("nodes-of", node), ("top", top)) if value < 1]
     if gpus == 1:
-        wrong.append("--gpus 1: a trainer and a server need an accelerator each")
+        wrong.append("--gpus 1: trainer and servers need an accelerator each")
     if trainer_gpus is not None and not 0 < trainer_gpus < gpus:
         wrong.append(f"--trainer-gpus {trainer_gpus}: at least 1, and fewer than --gpus {gpus}, which the servers share")
     if gpus > node > 0 and gpus % node:
-        wrong.append(f"--gpus {gpus} is no multiple of --nodes-of {node}")
+        wrong.append(f"--gpus {gpus} is not a multiple of --nodes-of {node}")
     if wrong:
         raise ConfigError("; ".join(wrong))
     return Request(gpus, node, machine_named(gpu_type, machines), trainer_gpus, top)
@@ -170,8 +174,9 @@ def work_of(config: Config, assumed: Assumed) -> Workload:
     """ConfigError with everything that cannot be."""
     wrong = []
     for name, value, known in (
-        ("optimizer", assumed.optimizer, tuple(OPTIMIZERS)), ("rollout-weights", assumed.rollout_weights, tuple(WEIGHT_BYTES)),
-    ):  # fmt: skip
+        ("optimizer", assumed.optimizer, tuple(OPTIMIZERS)),
+        ("rollout-weights", assumed.rollout_weights, tuple(WEIGHT_BYTES)),
+    ):
         if value is not None and value not in known:
             wrong.append(f"--{name} {value} is not known; known are {', '.join(known)}")
     amounts = {"context": assumed.context, "mean-prompt": assumed.mean_prompt, "mean-response": assumed.mean_response}
@@ -185,7 +190,7 @@ def work_of(config: Config, assumed: Assumed) -> Workload:
     work = workload_of(config, **asdict(assumed))
     if work.mean_tokens > work.longest_sequence:
         raise ConfigError(
-            f"prompts of {work.mean_prompt:.0f} and responses of {work.mean_response:.0f} tokens on average are longer than the longest "
-            f"sequence, {work.longest_sequence}; shorten them, or raise --context"
+            f"prompts of {work.mean_prompt:.0f} and responses of {work.mean_response:.0f} tokens on average are longer than the "
+            f"longest sequence, {work.longest_sequence}; shorten them, or raise --context"
         )
     return work

@@ -1,6 +1,6 @@
-"""The model of a run, checked and laid ready before anything is started; a process of its own, since it needs torch.
+"""The model of a run, checked and put into the run's folder before anything is started; its own process, since it needs torch.
 
-python -m megatron_rl.launch.prepare CONFIG_TOML RUN_FOLDER      makes RUN_FOLDER/model and prints what the model is, as JSON
+python -m megatron_rl.launch.prepare CONFIG_TOML RUN_FOLDER      writes RUN_FOLDER/model and prints what the model is, as JSON
 python -m megatron_rl.launch.prepare CONFIG_TOML                 only checks and prints
 """
 
@@ -24,12 +24,17 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def prepare(config: Config, run: RunFolder | None) -> dict[str, object]:
-    """Check the model against config and layout and, with a run's folder, put it there. Raises ValueError that says what does not fit."""
+    """Check the model against config and layout and, with a run's folder, put it there.
+
+    Raises UserError that says what does not fit.
+    """
     if config.model.path is None:
         hf_config = dict(config.model.architecture or {})
         if config.task.chat_template:
             raise ConfigError(
-                "task.chat_template = true: a model from model.architecture has a tokenizer of characters, and no chat template; set it to false"
+                "task.chat_template = true: a model from model.architecture has a character tokenizer without a chat "
+                "template; set it "
+                "to false"
             )
     else:
         checkpoint = open_checkpoint(config.model.path)
@@ -37,12 +42,14 @@ def prepare(config: Config, run: RunFolder | None) -> dict[str, object]:
         checkpoint.check(table_of(checkpoint))
         if isinstance(checkpoint, HfCheckpoint) and "quantization_config" in read_config(checkpoint.folder):
             raise ConfigError(
-                f"model.path = {config.model.path}: its weights are quantised, and the servers, which take whole weights from the trainer, "
-                f"would be built for these; megatron-rl convert hf-to-megatron {config.model.path} NEW makes a folder with whole ones"
+                f"model.path = {config.model.path}: its weights are quantised, and the servers would be built for quantised "
+                "weights, but "
+                f"the trainer sends unquantised ones; `megatron-rl convert hf-to-megatron {config.model.path} NEW` makes an "
+                "unquantised folder"
             )
         if config.model.mtp == "trained" and not table_of(checkpoint).with_mtp:
             raise ConfigError(
-                f"model.mtp = 'trained': {config.model.path} holds no layer for multi-token prediction; leave model.mtp out"
+                f"model.mtp = 'trained': {config.model.path} has no layer for multi-token prediction; remove model.mtp"
             )
         _check_tokenizer(config.model.path, config, int(hf_config["vocab_size"]))
     described = describe(hf_config, config)
@@ -74,7 +81,7 @@ def describe(hf_config: dict, config: Config) -> dict[str, object]:
     model = table.architecture
     if config.model.mtp == "trained" and not table.with_mtp:
         raise ConfigError(
-            f"model.mtp = 'trained': this {model.model_type} has no layer for multi-token prediction; leave model.mtp out"
+            f"model.mtp = 'trained': this {model.model_type} has no layer for multi-token prediction; remove model.mtp"
         )
     placement = Placement(table, layout)
     quantised = selection_of(config.precision, table).names
@@ -86,21 +93,30 @@ def describe(hf_config: dict, config: Config) -> dict[str, object]:
         )
     held = [sum(_elements(p.shape) for p in placement.held_by(rank).values()) for rank in range(layout.world_size)]
     return {
-        "model_type": model.model_type, "parameters": table.num_parameters, "layers": model.num_layers, "moe_layers": len(model.moe_layers),
-        "experts": model.moe.num_experts if model.moe else 0, "experts_per_token": model.moe.top_k if model.moe else 0,
-        "vocab_size": model.vocab_size, "mtp_layers": model.num_mtp_layers, "parameters_per_rank_max": max(held), "parameters_per_rank_min": min(held),
-    }  # fmt: skip
+        "model_type": model.model_type,
+        "parameters": table.num_parameters,
+        "layers": model.num_layers,
+        "moe_layers": len(model.moe_layers),
+        "experts": model.moe.num_experts if model.moe else 0,
+        "experts_per_token": model.moe.top_k if model.moe else 0,
+        "vocab_size": model.vocab_size,
+        "mtp_layers": model.num_mtp_layers,
+        "parameters_per_rank_max": max(held),
+        "parameters_per_rank_min": min(held),
+    }
 
 
 def _check_tokenizer(folder: Path, config: Config, vocab_size: int) -> None:
     """That prompts can be written and completions can end. Raises ConfigError and TaskError."""
     if not (folder / TOKENIZER_FILE).exists():
-        raise ConfigError(f"model.path = {folder}: {TOKENIZER_FILE} is not there; save the tokenizer beside the weights")
+        raise ConfigError(f"model.path = {folder}: {TOKENIZER_FILE} is missing; save the tokenizer next to the weights")
     text = TextEncoder(folder, config.task)
     for what, least in (("the tokenizer's largest id", text.num_tokens), ("eos_token_id", max(text.eos_ids) + 1)):
         if least > vocab_size:
             raise ConfigError(
-                f"model.path = {folder}: {what} is {least - 1}, and the model has ids 0..{vocab_size - 1} (vocab_size): they belong to different models"
+                f"model.path = {folder}: {what} is {least - 1}, and the model has ids 0..{vocab_size - 1} (vocab_size): "
+                "tokenizer and "
+                "weights belong to different models"
             )
 
 
@@ -112,6 +128,7 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def main(arguments: list[str]) -> int:
+    """The program; see the top of this file. Exit status USER_ERROR: the message on stderr is for the user."""
     try:
         described = prepare(load_config(Path(arguments[0])), RunFolder(Path(arguments[1])) if len(arguments) > 1 else None)
     except (UserError, ValueError, CheckpointError, OSError) as error:

@@ -1,4 +1,4 @@
-"""`megatron-rl replay`: recorded steps of a run trained again, and compared with what was recorded."""
+"""`megatron-rl replay`: rerun recorded steps of a run, and compare the results with what was recorded."""
 
 import tempfile
 import time
@@ -19,8 +19,9 @@ GRACE_S = 5.0
 def replay_run(run: RunFolder, overrides: Sequence[str], first: int, steps: int | None, show: Callable[[str], None]) -> bool:
     """Train the recorded steps first, first + 1, ... (`steps` of them; None: all) again; whether all came out as recorded.
 
-    The run's folder gets a new folder under replays/, with configuration, logs and report, and is otherwise only read, so that a run
-    can be looked into while it goes on. Raises ConfigError when the steps are not recorded, ProcessError when a rank fails.
+    The run's folder gets a new folder under replays/, with configuration, logs and report, and is otherwise only read, so that
+    a run can be looked into while it is running. Raises ConfigError when the steps are not recorded, ProcessError when a rank
+    fails.
     """
     config = load_config(run.config_file, ["--run.fingerprints", "true", *overrides])
     recorded = recorded_steps(run)
@@ -40,8 +41,9 @@ def _steps_from(run: RunFolder, recorded: Sequence[int], first: int, steps: int 
     known = starting_steps(run, recorded)
     if first not in known:
         raise ConfigError(
-            f"--from-step {first}: {run.path} can be replayed from {', '.join(map(str, known)) or 'no step'}: the start and the kept "
-            "checkpoints (checkpoint.every, checkpoint.keep), where a recorded step follows"
+            f"--from-step {first}: {run.path} can be rerun from {', '.join(map(str, known)) or 'no step'}: from the start, "
+            "and from "
+            "the kept checkpoints (checkpoint.every, checkpoint.keep) that a recorded step follows"
         )
     there = 1
     while first + there in recorded:
@@ -54,7 +56,7 @@ def _steps_from(run: RunFolder, recorded: Sequence[int], first: int, steps: int 
 
 
 def _scratch(run: RunFolder, config: Config, first: int) -> RunFolder:
-    """A new folder for this replay, so that several may go on at once."""
+    """A new folder for this replay, so that several can run at once."""
     run.replays.mkdir(exist_ok=True, mode=0o700)
     scratch = RunFolder(Path(tempfile.mkdtemp(prefix=f"from_{first:06d}.", dir=run.replays)))
     scratch.config_file.write_text(to_toml(config))
@@ -66,7 +68,7 @@ def _comparisons(config: Config, run: RunFolder, scratch: RunFolder, first: int,
     children: list[Child] = []
     try:
         for command in replay_processes(config, run, scratch, first, count):
-            children.append(Child(command))
+            children.append(Child(command))  # noqa: PERF401 - one by one, so that those are stopped that were started
         lines = 0
         while True:
             running = any(child.poll() is None for child in children)  # asked before the report is read, which is then complete

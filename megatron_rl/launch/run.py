@@ -1,4 +1,4 @@
-"""A run from its start to its end, wherever its processes are: started, steered and stopped by this one process."""
+"""A run from its start to its end, wherever its processes are; this one process starts, steers and stops them."""
 
 import asyncio
 import os
@@ -17,10 +17,10 @@ from megatron_rl.processes import Process
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended that has not failed."""
+    """How a run ended that did not fail."""
 
     finished: bool
-    """All steps are done; else it was stopped, and goes on with --resume."""
+    """All steps are done; else it was stopped, and --resume continues it."""
     signal: int | None
     """What stopped it."""
 
@@ -34,9 +34,19 @@ async def run(
     stop_signals: Iterable[int],
     changes: Iterable[str] = (),
 ) -> RunEnd:
-    """Until the last step or one of the signals. Raises RunFailedError, or ProcessError when the processes could not be started.
+    """Until the last step or one of the signals.
 
-    changes: in the configuration since the run was last at work.
+    Args:
+        config: Of the run.
+        folder: Of the run.
+        machines: Where the processes start.
+        resume: Continue from the latest checkpoint, where there is one.
+        stop_signals: Numbers of the signals that stop the run.
+        changes: In the configuration since the run was last running, one line each.
+
+    Raises:
+        RunFailedError: The run cannot continue.
+        ProcessError: The processes could not be started.
     """
     listener = listen(machines.address)
     url = f"http://{machines.address}:{listener.getsockname()[1]}"
@@ -64,21 +74,21 @@ async def run(
             finally:
                 await machines.stop()
     end = RunEnd(finished=orchestrator.context.step >= config.run.steps, signal=stopping.signal)
-    observer.summarise(_last_words(config, folder, end, orchestrator.context.step))
+    observer.summarise(_next_commands(config, folder, end, orchestrator.context.step))
     return end
 
 
-def _last_words(config: Config, folder: RunFolder, end: RunEnd, step: int) -> str:
+def _next_commands(config: Config, folder: RunFolder, end: RunEnd, step: int) -> str:
     if not end.finished:
-        return f"stopped after step {step} of {config.run.steps}; to go on: megatron-rl train {folder.config_file} --resume"
+        return f"stopped after step {step} of {config.run.steps}; to continue: megatron-rl train {folder.config_file} --resume"
     export = f"the trained model, a Hugging Face folder: {folder.export}\n" if config.checkpoint.export else ""
-    return f"{export}to look into the run: megatron-rl report {folder.path}"
+    return f"{export}to look at the run: megatron-rl report {folder.path}"
 
 
 class _StopOnSignals:
     """The first signal stops in order, with a checkpoint; the second one at once."""
 
-    def __init__(self, context: RunContext, processes: list[Process], signals: Iterable[int]):
+    def __init__(self, context: RunContext, processes: list[Process], signals: Iterable[int]) -> None:
         self.signal: int | None = None
         """The first that came."""
         self._context, self._processes = context, processes
@@ -91,16 +101,16 @@ class _StopOnSignals:
         if self.signal is None:
             self.signal = number
             again = " (again: stop at once)" if number == signal.SIGINT else ""
-            self._context.observe.event(f"{signal.Signals(number).name}: the step under way is finished and saved{again}")
+            self._context.observe.event(f"{signal.Signals(number).name}: the step in progress is finished and saved{again}")
             self._context.request_stop()
             return
         for process in self._processes:
             process.kill()
-        self._context.fail("stopped at once, by a second signal; --resume goes on from the last checkpoint")
+        self._context.fail("stopped at once by a second signal; --resume continues from the last checkpoint")
 
 
 def _leave_terminal() -> None:
-    """The terminal is gone: what would be shown there must not fail."""
+    """The terminal is closed: writing to it must not fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)

@@ -1,4 +1,4 @@
-"""`megatron-rl status`, `stop`, `servers` and `logs`: a run from outside, by what lies in its folder."""
+"""`megatron-rl status`, `stop`, `servers` and `logs`: a run from outside, through the files in its folder."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from megatron_rl.launch.status import WRITE_EVERY_S, RunStatus, read_status
 from megatron_rl.orchestrator import ServersRequest, ask
 
 SILENT_S = 10 * WRITE_EVERY_S
-"""A status that is older than this was left by an orchestrator that is no more, or hangs."""
+"""An older status was left by an orchestrator that was killed, or hangs."""
 
 
 def status_text(folder: RunFolder) -> str:
@@ -36,32 +36,42 @@ def status_text(folder: RunFolder) -> str:
 
 
 def stop_run(folder: RunFolder) -> str:
-    """Have the run finish its step, save and leave; returns what was done. Raises ConfigError where it cannot be reached."""
+    """Have the run finish its step, save and exit; returns what was done. Raises ConfigError where it cannot be reached."""
     if job := job_of(folder):
         return _stop_job(folder, job)
     status = _status(folder)
     if not status.running:
         return f"{folder.path} is not running"
     if status.host != socket.gethostname():
-        raise ConfigError(f"{folder.path} runs on {status.host}, and this is {socket.gethostname()}: give the same command there")
+        raise ConfigError(f"{folder.path} runs on {status.host}, and this is {socket.gethostname()}: run the same command there")
     if not _is_a_run(status.pid):
-        return f"{folder.path} is not running: process {status.pid} is no more, and was not stopped in order"
+        return f"{folder.path} is not running: process {status.pid} has exited without stopping in order"
     os.kill(status.pid, signal.SIGTERM)
-    return f"{folder.path}: the step under way is finished and saved; `megatron-rl status {folder.path}` says when it has left"
+    return _stopping(folder)
+
+
+def _stopping(folder: RunFolder) -> str:
+    status = f"`megatron-rl status {folder.path}` shows when the run has stopped"
+    return f"{folder.path}: the step in progress is finished and saved; {status}"
 
 
 def change_servers(folder: RunFolder, request: ServersRequest) -> str:
-    """Add or remove servers of a run that goes on; returns what was done. Raises ConfigError where none does, RequestError where it refuses."""
+    """Add or remove servers of a running run; returns what was done.
+
+    Raises:
+        ConfigError: It is not running.
+        RequestError: It refuses.
+    """
     status = _status(folder)
     if not status.running:
-        raise ConfigError(f"{folder.path} does not run: servers.count is how many it starts with")
+        raise ConfigError(f"{folder.path} is not running: set servers.count, the number of servers that it starts with")
     return ask(folder, request)
 
 
 def _job_line(job: Job) -> str:
     try:
         return f"job {job.number}: {job_state(job) or 'no longer known to Slurm'}"
-    except ConfigError as error:  # the rest can be told without Slurm
+    except ConfigError as error:  # the rest is known without Slurm
         return f"job {job.number}: {error}"
 
 
@@ -71,14 +81,14 @@ def _stop_job(folder: RunFolder, job: Job) -> str:
             return f"{folder.path} is not running: Slurm does not know job {job.number} any more"
         case "RUNNING":
             call_slurm("scancel", "--batch", f"--signal={STOP.name.removeprefix('SIG')}", job.number)
-            return f"{folder.path}: the step under way is finished and saved; `megatron-rl status {folder.path}` says when it has left"
+            return _stopping(folder)
         case state:
             call_slurm("scancel", job.number)
             return f"{folder.path}: job {job.number} was {state} and is cancelled"
 
 
 def show_logs(folder: RunFolder, name: str | None, follow: bool, show: Callable[[str], None]) -> None:
-    """The log `name` (None: events), as it grows if `follow`. Raises ConfigError that lists the logs where there is none of that name."""
+    """The log `name` (None: events), as it grows if `follow`. Raises ConfigError that lists the logs where none has that name."""
     if not folder.config_file.exists() and not folder.logs.is_dir():
         raise ConfigError(f"{folder.path} holds no run: name the folder of one, such as runs/NAME")
     file = folder.logs / f"{name or 'events'}.log"
@@ -110,7 +120,7 @@ def _state(status: RunStatus) -> str:
 
 
 def _is_a_run(pid: int) -> bool:
-    """Whether the process is one of this program, and not another one that was given its number later."""
+    """Whether the process is one of this program, and not another one that got its number later."""
     try:
         return b"megatron" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -21,7 +21,7 @@ class Job:
 def call_slurm(*argv: str) -> str:
     """What the command prints. Raises ConfigError with its own words when it fails."""
     if shutil.which(argv[0]) is None:
-        raise ConfigError(f"{argv[0]} is not in PATH: give this command on a node of the cluster, such as a login node")
+        raise ConfigError(f"{argv[0]} is not in PATH: run this command on a node of the cluster, such as a login node")
     done = subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     if done.returncode:
         raise ConfigError(f"{' '.join(argv)}: {done.stderr.strip() or f'ended with status {done.returncode}'}")
@@ -34,7 +34,7 @@ def job_of(folder: RunFolder) -> Job | None:
 
 
 def job_state(job: Job) -> str | None:
-    """As squeue names it, 'RUNNING' or 'PENDING' say; None for one that is no more. Raises ConfigError."""
+    """As squeue names it, 'RUNNING' or 'PENDING' say; None for one that has ended. Raises ConfigError."""
     # By name of the user's own jobs, since squeue fails for the number of a job that it no longer knows.
     rows = [row.split() for row in call_slurm("squeue", "--me", "--noheader", "--format=%i %T").splitlines()]
     return next((state for number, state in rows if number.partition("+")[0] == job.number), None)

@@ -1,6 +1,7 @@
-"""The orchestrator of a Slurm job: `python -m megatron_rl.launch.slurm_job RUN_DIR`, which the batch script starts next to the agents.
+"""The orchestrator of a Slurm job: `python -m megatron_rl.launch.slurm_job RUN_DIR`.
 
-Every attempt of the job (Slurm requeues it) continues from the latest checkpoint, the first one from the start.
+The batch script starts it next to the agents. Every attempt of the job (Slurm requeues it) continues from the latest checkpoint,
+the first one from the start.
 """
 
 import asyncio
@@ -54,19 +55,20 @@ def count_attempt(folder: RunFolder, most: int) -> None:
     """
     latest = folder.latest_checkpoint()
     step = latest[0] if latest else 0
-    # The file's key "lives" is the number of attempts.
+    # The key "lives" is the number of attempts; runs of version 0.1 have it.
     last = json.loads(folder.attempts_file.read_text()) if folder.attempts_file.exists() else {"step": step, "lives": 0}
     number = last["lives"] + 1 if last["step"] == step else 1
     if number > most:
         raise ConfigError(
             f"the last {most} attempts of this job have all begun at step {step} and ended without a further checkpoint "
-            f"(slurm.max_attempts_without_checkpoint): see {folder.logs}/events.log; `megatron-rl launch {folder.config_file} "
-            "--resume` submits the run again"
+            f"(slurm.max_attempts_without_checkpoint): see {folder.logs}/events.log; "
+            f"`megatron-rl launch {folder.config_file} --resume` submits the run again"
         )
     write_atomically(folder.attempts_file, json.dumps({"step": step, "lives": number}).encode())
 
 
 def main() -> int:
+    """The program. Its exit status tells the batch script whether the job is requeued."""
     folder = RunFolder(Path(sys.argv[1]))
     try:
         return run_attempt(folder)
@@ -76,7 +78,7 @@ def main() -> int:
     except RunError as error:
         print(f"megatron-rl: the run failed: {error}", file=sys.stderr)
         return REQUEUE
-    except Exception:
+    except Exception:  # noqa: BLE001 - the outermost frame
         traceback.print_exc()  # into the job's log
         return FINAL
 

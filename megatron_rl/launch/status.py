@@ -1,6 +1,6 @@
-"""RUN/status.json: where a run stands, for those who cannot or should not ask the orchestrator itself, such as a login node.
+"""RUN/status.json: where a run stands, for whoever cannot reach the orchestrator itself, such as a login node.
 
-The orchestrator rewrites it every few seconds; it is old when the run was killed. Times in it are the orchestrator's clock.
+The orchestrator rewrites it every few seconds; it is stale when the run was killed. Times in it are the orchestrator's clock.
 """
 
 import asyncio
@@ -21,11 +21,13 @@ WRITE_EVERY_S = 2.0
 
 @dataclass(frozen=True)
 class RunStatus:
+    """The content of RUN/status.json."""
+
     host: str
     pid: int
     """Of the orchestrator, on `host`."""
     running: bool
-    """False: it has left, with or without a failure."""
+    """False: it has exited, with or without a failure."""
     step: int
     """Steps done."""
     steps: int
@@ -40,6 +42,7 @@ class RunStatus:
 
 
 def write_status(orchestrator: Orchestrator, folder: RunFolder, *, running: bool) -> None:
+    """Replace the file."""
     now, context = orchestrator.status(), orchestrator.context
     status = RunStatus(
         host=socket.gethostname(),
@@ -64,18 +67,17 @@ def read_status(folder: RunFolder) -> RunStatus | None:
         return decode(folder.status_file.read_bytes(), RunStatus)
     except ValueError as error:
         raise ConfigError(
-            f"{folder.status_file} is damaged, and says nothing of the run: a run that goes on writes it anew within {WRITE_EVERY_S:g} s; where none "
-            "does, delete it"
+            f"{folder.status_file} is damaged: a running run rewrites it within {WRITE_EVERY_S:g} s; else delete the file"
         ) from error
 
 
 @contextlib.asynccontextmanager
 async def keeping_status(orchestrator: Orchestrator, folder: RunFolder) -> AsyncIterator[None]:
-    """The file tells the truth for as long as the block runs, and at its end that the run has left."""
+    """The file is current while the block runs, and says at its end that the run has exited."""
 
     async def keep() -> None:
         while True:
-            with contextlib.suppress(OSError):  # a disk that is full is told by whoever needs it
+            with contextlib.suppress(OSError):  # whoever needs the disk reports that it is full
                 write_status(orchestrator, folder, running=True)
             await asyncio.sleep(WRITE_EVERY_S)
 

@@ -39,7 +39,7 @@ LOCAL_FILESYSTEMS = {"btrfs", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs"
 
 @dataclass(frozen=True)
 class Submission:
-    """One job. folder: of its run. changes: in the configuration of a run that goes on."""
+    """One job. folder: of its run. changes: in the configuration of a run that is resumed."""
 
     config: Config
     folder: RunFolder
@@ -50,7 +50,7 @@ class Submission:
 def submissions(
     path: Path, overrides: Sequence[str], sweeps: Sequence[str], profile: Path | None, resume: bool
 ) -> list[Submission]:
-    """The jobs that a command line means, one for each point of the sweep, all of them checked. Raises ConfigError."""
+    """The jobs of a command line, one for each point of the sweep, all of them checked. Raises ConfigError."""
     found = []
     for words, suffix in points(sweeps):
         config = load_for_cluster(path, [*overrides, *words], profile)
@@ -68,15 +68,18 @@ def submissions(
 
 
 def warning_about(folder: RunFolder) -> str | None:
-    """What the user should know of where the run's folder lies; the job itself looks whether its nodes see it."""
+    """A warning where the run's folder may be local to this machine; the job itself checks that its nodes see it."""
     kind = _filesystem_of(folder.path)
     if kind not in LOCAL_FILESYSTEMS:
         return None
-    return f"{folder.path} lies on {kind}, which other machines see only if this one exports it: all nodes of the job need run.folder"
+    return f"{folder.path} is on {kind}, a filesystem that may be local to this machine: all nodes of the job need run.folder"
 
 
 def submit(job: Submission) -> str:
-    """Write the run's folder, hand the script to Slurm; returns the number of the job. Raises ConfigError with what sbatch says."""
+    """Write the run's folder, hand the script to Slurm; returns the number of the job.
+
+    Raises ConfigError with what sbatch says.
+    """
     if shutil.which("sbatch") is None:
         raise ConfigError("sbatch is not in PATH: launch from a login node of the cluster; --dry-run prints the script anywhere")
     if (earlier := job_of(job.folder)) and (state := job_state(earlier)):
@@ -100,7 +103,10 @@ def load_for_cluster(path: Path, words: Sequence[str], profile: Path | None) -> 
 
 
 def points(sweeps: Sequence[str]) -> Iterator[tuple[list[str], str]]:
-    """['a.b=[1, 2]', 'c.d=[3]'] to the overrides and the name of every combination: ['--a.b=1', '--c.d=3'], 'b-1-d-3', and so on."""
+    """['a.b=[1, 2]', 'c.d=[3]'] to the overrides and the name of every combination.
+
+    ['--a.b=1', '--c.d=3'], 'b-1-d-3', and so on.
+    """
     axes = [_axis(sweep) for sweep in sweeps]
     for combination in itertools.product(*axes):
         words = [f"--{key}={json.dumps(value)}" for key, value in combination]
@@ -111,7 +117,7 @@ def check_job(config: Config) -> None:
     """That layout and servers fit the nodes. Raises ConfigError that lists what does not."""
     broken = [message for message in (_ranks_fit(config), *_servers_fit(config), _devices_agree(config)) if message]
     if broken:
-        raise ConfigError("the job cannot be:\n" + "\n".join(f"  {message}" for message in broken))
+        raise ConfigError("the job is impossible:\n" + "\n".join(f"  {message}" for message in broken))
 
 
 def batch_script(config: Config, folder: RunFolder) -> str:
@@ -120,11 +126,18 @@ def batch_script(config: Config, folder: RunFolder) -> str:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False, keep_trailing_newline=True)
     template = environment.from_string(TEMPLATE.read_text())
     return template.render(
-        shared=_shared_options(config, folder), trainer=_component(config, slurm.trainer), rollouts=_component(config, slurm.rollouts),
-        run=shlex.quote(str(folder.path)), prologue=slurm.prologue.strip(), container=_container_options(config, folder),
-        trainer_nodes=slurm.trainer.nodes, rollouts_nodes=slurm.rollouts.nodes, python=shlex.quote(slurm.python or sys.executable),
-        requeue_status=REQUEUE, requeue=slurm.requeue,
-    )  # fmt: skip
+        shared=_shared_options(config, folder),
+        trainer=_component(config, slurm.trainer),
+        rollouts=_component(config, slurm.rollouts),
+        run=shlex.quote(str(folder.path)),
+        prologue=slurm.prologue.strip(),
+        container=_container_options(config, folder),
+        trainer_nodes=slurm.trainer.nodes,
+        rollouts_nodes=slurm.rollouts.nodes,
+        python=shlex.quote(slurm.python or sys.executable),
+        requeue_status=REQUEUE,
+        requeue=slurm.requeue,
+    )
 
 
 def _value_at(tree: Any, *keys: str) -> Any:
@@ -138,18 +151,25 @@ def _shared_options(config: Config, folder: RunFolder) -> list[str]:
     """Of the whole job; sbatch takes them in front of the first component, and reads quotes as a shell does."""
     slurm = config.slurm
     return [
-        f"--job-name={config.run.name}", shlex.quote(f"--output={folder.logs}/job-%j.log"), "--open-mode=append",
+        f"--job-name={config.run.name}",
+        shlex.quote(f"--output={folder.logs}/job-%j.log"),
+        "--open-mode=append",
         shlex.quote(f"--chdir={Path.cwd()}"),
-        "--requeue" if slurm.requeue else "--no-requeue", f"--signal=B:USR1@{slurm.signal_before_end_s}",
-    ]  # fmt: skip
+        "--requeue" if slurm.requeue else "--no-requeue",
+        f"--signal=B:USR1@{slurm.signal_before_end_s}",
+    ]
 
 
 def _component(config: Config, nodes: RoleNodes) -> list[str]:
     slurm = config.slurm
     asked = {
-        "partition": nodes.partition or slurm.partition, "account": slurm.account, "qos": slurm.qos, "time": slurm.time_limit,
-        "constraint": nodes.constraint or slurm.constraint, "gpus-per-node": (nodes.gpus_per_node or None) if slurm.request_gpus else None,
-    }  # fmt: skip
+        "partition": nodes.partition or slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "time": slurm.time_limit,
+        "constraint": nodes.constraint or slurm.constraint,
+        "gpus-per-node": (nodes.gpus_per_node or None) if slurm.request_gpus else None,
+    }
     options = [
         f"--nodes={nodes.nodes}",
         "--ntasks-per-node=1",
@@ -177,9 +197,7 @@ def _container_options(config: Config, folder: RunFolder) -> str:
 def _ranks_fit(config: Config) -> str | None:
     ranks, t = config.layout.world_size, config.slurm.trainer
     if ranks % t.nodes:
-        return (
-            f"layout.world_size = {ranks} is not a multiple of slurm.trainer.nodes = {t.nodes}: every node has equally many ranks"
-        )
+        return f"layout.world_size = {ranks} is not a multiple of slurm.trainer.nodes = {t.nodes}: every node has as many ranks"
     if t.gpus_per_node and ranks_per_node(config) > t.gpus_per_node:
         most = t.nodes * t.gpus_per_node
         return (
@@ -191,14 +209,14 @@ def _ranks_fit(config: Config) -> str | None:
 def _servers_fit(config: Config) -> Iterator[str]:
     s, r = config.servers, config.slurm.rollouts
     if s.count < r.nodes:
-        yield f"servers.count = {s.count} is below slurm.rollouts.nodes = {r.nodes}: nodes would do nothing"
+        yield f"servers.count = {s.count} is below slurm.rollouts.nodes = {r.nodes}: some nodes would be idle"
     if r.gpus_per_node and s.tensor > r.gpus_per_node:
-        yield f"servers.tensor = {s.tensor} is above slurm.rollouts.gpus_per_node = {r.gpus_per_node}: a server lies on one node"
+        yield f"servers.tensor = {s.tensor} is above slurm.rollouts.gpus_per_node = {r.gpus_per_node}: a server is on one node"
     elif r.gpus_per_node and -(-s.count // r.nodes) * s.tensor > r.gpus_per_node:
         most = r.nodes * (r.gpus_per_node // s.tensor)
-        yield f"servers.count = {s.count} of servers.tensor = {s.tensor} GPUs: {r.nodes} nodes of {r.gpus_per_node} GPUs hold {most}"
+        yield f"servers.count = {s.count}, servers.tensor = {s.tensor}: {r.nodes} nodes of {r.gpus_per_node} GPUs hold {most}"
     if s.first_port:
-        yield f"servers.first_port = {s.first_port}: on a cluster servers take free ports; leave it 0"
+        yield f"servers.first_port = {s.first_port}: on a cluster, servers take free ports; leave it 0"
 
 
 def _devices_agree(config: Config) -> str | None:
@@ -226,6 +244,6 @@ def _axis(sweep: str) -> list[tuple[str, Any]]:
         values = None
     if "." not in key or not isinstance(values, list) or not values:
         raise ConfigError(
-            f"--sweep {sweep}: written as --sweep 'section.key=[value, value]', for example 'optimizer.learning_rate=[1e-6, 3e-6]'"
+            f"--sweep {sweep}: write --sweep 'section.key=[value, value]', for example 'optimizer.learning_rate=[1e-6, 3e-6]'"
         )
     return [(key.replace("-", "_"), value) for value in values]

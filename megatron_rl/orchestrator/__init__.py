@@ -11,6 +11,21 @@ from megatron_rl.orchestrator.servers import ServerProcess, fleet_of, local_flee
 from megatron_rl.orchestrator.state import RunState
 
 __all__ = [
-    "Observer", "Orchestrator", "RunFailedError", "RunState", "ServerProcess", "ServersRequest", "ask", "control_app", "fleet_of", "listen",
-    "local_fleet", "replay_processes", "restore", "server_process", "serving", "trainer_processes", "worker_process",
-]  # fmt: skip
+    "Observer",
+    "Orchestrator",
+    "RunFailedError",
+    "RunState",
+    "ServerProcess",
+    "ServersRequest",
+    "ask",
+    "control_app",
+    "fleet_of",
+    "listen",
+    "local_fleet",
+    "replay_processes",
+    "restore",
+    "server_process",
+    "serving",
+    "trainer_processes",
+    "worker_process",
+]

@@ -6,11 +6,11 @@ by version v is s - v versions old there, and v + max_staleness is the last step
 Two decisions keep every group within its deadline, so that none has to be thrown away for being slow (which would favour short
 answers):
 
-- admission: a group begins only if the steps up to its deadline have room for it behind all that is alive before it;
+- admission: a group begins only if the steps up to its deadline have room for it after all older groups;
 - choice: a step takes the oldest finished groups, and waits for slower ones where younger groups in their place would leave
   more old groups behind than the steps before their deadline can take.
 
-What is too old all the same (a server that lagged, a resumed run with another bound) is evicted and drawn again.
+What is too old all the same (a server that lagged, a resumed run with another bound) is evicted and sampled again.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ class RolloutBufferError(RunError, ValueError):
 class GroupBuffer:
     """Groups in flight and finished, by prompt index; `next_step` is the step that the next batch is for."""
 
-    def __init__(self, *, prompts_per_step: int, max_staleness: int, next_step: int = 0):
+    def __init__(self, *, prompts_per_step: int, max_staleness: int, next_step: int = 0) -> None:
         self.prompts_per_step = prompts_per_step
         self.max_staleness = max_staleness
         self.next_step = next_step
@@ -37,16 +37,18 @@ class GroupBuffer:
 
     @property
     def num_in_flight(self) -> int:
+        """Groups that are being sampled."""
         return len(self._in_flight)
 
     @property
     def num_finished(self) -> int:
+        """Groups that wait for a step."""
         return len(self._finished)
 
     def admissible(self, version: int, concurrent_groups: int = 0) -> int:
         """How many groups may begin now, when the servers hold `version`.
 
-        concurrent_groups: most groups in flight; 0: no limit beside the staleness bound.
+        concurrent_groups: most groups in flight; 0: no limit besides the staleness bound.
         """
         steps_left = version + self.max_staleness - self.next_step + 1
         room = steps_left * self.prompts_per_step - self.num_in_flight - self.num_finished
@@ -58,7 +60,7 @@ class GroupBuffer:
         """A worker samples this prompt, on a server that holds `version`."""
         if prompt_index in self._in_flight or prompt_index in self._finished:
             raise RolloutBufferError(
-                f"prompt {prompt_index} is begun a second time while its group is still in flight or buffered"
+                f"prompt {prompt_index} was begun a second time while its group is still in flight or buffered"
             )
         self._in_flight[prompt_index] = version
 
@@ -68,18 +70,18 @@ class GroupBuffer:
             raise RolloutBufferError(f"prompt {prompt_index} is not in flight, so it cannot be abandoned")
 
     def finish(self, result: GroupResult) -> None:
-        """The group in flight is whole. Groups with all rewards equal are kept too: they count in the loss's denominator."""
+        """The group in flight is complete. Groups with all rewards equal are kept too: they count in the loss's denominator."""
         if not result.rollouts:
             raise RolloutBufferError(f"group {result.uid} has no rollouts: a failed group is abandoned, not finished")
         self.abandon(result.prompt_index)
         self._finished[result.prompt_index] = result
 
     def evict_stale(self) -> list[GroupResult]:
-        """Take out the finished groups that `next_step` may no longer consume; the caller draws their prompts again."""
+        """Take out the finished groups that `next_step` may no longer consume; the caller has their prompts sampled again."""
         return self.take_out(lambda group: self._deadline(oldest_version(group)) < self.next_step)
 
     def take_out(self, is_bad: Callable[[GroupResult], bool]) -> list[GroupResult]:
-        """Take out finished groups that may not be trained; the caller draws their prompts again."""
+        """Take out finished groups that may not be trained; the caller has their prompts sampled again."""
         bad = [group for group in self._in_order() if is_bad(group)]
         for group in bad:
             del self._finished[group.prompt_index]
@@ -112,11 +114,15 @@ class GroupBuffer:
         self.next_step += 1
 
     def to_json(self) -> dict[str, Any]:
-        """The finished groups and the step. Groups in flight do not outlive the process; the ledger draws their prompts again."""
+        """The finished groups and the step.
+
+        Groups in flight do not outlive the process; the ledger has their prompts sampled again.
+        """
         return {"next_step": self.next_step, "finished": [asdict(group) for group in self._in_order()]}
 
     @classmethod
     def from_json(cls, state: dict[str, Any], *, prompts_per_step: int, max_staleness: int) -> "GroupBuffer":
+        """The inverse of to_json."""
         buffer = cls(prompts_per_step=prompts_per_step, max_staleness=max_staleness, next_step=state["next_step"])
         buffer._finished = {group["prompt_index"]: _group(group) for group in state["finished"]}
         return buffer
@@ -129,8 +135,10 @@ class GroupBuffer:
         return version + self.max_staleness
 
     def _should_wait(self, chosen: list[GroupResult]) -> bool:
-        """Whether taking `chosen` now would leave more groups with a deadline up to some d than the steps in between can take,
-        although a group still in flight could stand in the place of a younger one.
+        """Whether the step should wait for a group in flight, which could take the place of a younger one in `chosen`.
+
+        It should where taking `chosen` now would leave more groups with a deadline up to some d than the steps in between can
+        take.
         """
         taken = {group.prompt_index for group in chosen}
         flying = [self._deadline(version) for version in self._in_flight.values()]

@@ -1,4 +1,4 @@
-"""RUN/checkpoints/step_000020: one consistent cut of a run, made whole by the orchestrator's part, and read only when it is whole.
+"""RUN/checkpoints/step_000020: one consistent cut of a run, which is read only when it is complete.
 
     engine/               the trainer's part, in Megatron's distributed format
     orchestrator.json     ledger and buffer; the size of every file of the trainer's part; a checksum of all this
@@ -24,35 +24,35 @@ _OWN = "orchestrator.json"
 
 
 class BrokenCheckpointError(RunError, RuntimeError):
-    """A checkpoint that is not what was written; the message names the file."""
+    """A checkpoint that differs from what was written; the message names the file."""
 
 
-def seal_checkpoint(aside: Path, final: Path, step: int, state: RunState) -> None:
-    """Put the orchestrator's part beside the trainer's in `aside`, and give the folder its name."""
-    content = {"step": step, "files": _sizes(aside), **state.to_json()}
-    write_atomically(aside / _OWN, json.dumps({**content, "checksum": _checksum(content)}).encode())
+def seal_checkpoint(staging: Path, final: Path, step: int, state: RunState) -> None:
+    """Put the orchestrator's part next to the trainer's in `staging`, and give the folder its name."""
+    content = {"step": step, "files": _sizes(staging), **state.to_json()}
+    write_atomically(staging / _OWN, json.dumps({**content, "checksum": _checksum(content)}).encode())
     if final.exists():
         shutil.rmtree(final)
-    aside.rename(final)
+    staging.rename(final)
 
 
 def read_checkpoint(folder: Path, config: Config) -> RunState:
-    """The orchestrator's state, once all of the folder has been found whole. Raises BrokenCheckpointError."""
+    """The orchestrator's state, once the whole folder is found complete. Raises BrokenCheckpointError."""
     file = folder / _OWN
     try:
         content = json.loads(file.read_bytes())
         written = content.pop("checksum", None)
         if written is not None and written != _checksum(content):
-            raise BrokenCheckpointError(f"{file}: its content is not what was written (checksum)")
+            raise BrokenCheckpointError(f"{file}: its content differs from what was written (checksum)")
         sizes = content.pop("files", {})
         state = RunState.from_json(config, content)
     except OSError as error:
         raise BrokenCheckpointError(f"{file}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, zlib.error) as error:
-        raise BrokenCheckpointError(f"{file}: not a whole state of a run ({type(error).__name__}: {error})") from error
+        raise BrokenCheckpointError(f"{file}: not a complete state of a run ({type(error).__name__}: {error})") from error
     there = _sizes(folder)
     wrong = [
-        f"{name} has {there.get(name, 'no')} bytes, and was written with {size}"
+        f"{name} has {there.get(name, 'no')} bytes; {size} were written"
         for name, size in sizes.items()
         if there.get(name) != size
     ]
@@ -62,19 +62,19 @@ def read_checkpoint(folder: Path, config: Config) -> RunState:
 
 
 def restore(config: Config, folder: RunFolder, say: Callable[[str], None]) -> tuple[RunState, int]:
-    """State and step of the latest whole checkpoint; a new state where there is none.
+    """State and step of the latest complete checkpoint; a new state where there is none.
 
-    A broken one is put aside under another name, and said. Nothing is lost by going further back: the steps in between are done
+    A broken one is renamed and reported. Nothing is lost by going further back: the steps in between are done
     again from their recorded plans.
     """
     for step, path in reversed(folder.complete_checkpoints()):
         try:
             return read_checkpoint(path, config), step
         except BrokenCheckpointError as error:
-            aside = path.with_name(f"broken_{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
-            say(f"{error}; it is put aside as {aside.name}, and the checkpoint before it is taken")
+            renamed = path.with_name(f"broken_{path.name}")
+            shutil.rmtree(renamed, ignore_errors=True)
+            path.rename(renamed)
+            say(f"{error}; it is renamed to {renamed.name}, and the checkpoint before it is used")
     return RunState.new(config), 0
 
 

@@ -11,12 +11,16 @@ from megatron_rl.inference.registry import engine_of
 from megatron_rl.processes import Command
 
 OWN_STOP_SIGNAL = signal.SIGHUP
-"""Workers and ranks. A job that is cancelled has its SIGTERM answered by the orchestrator, which needs them to save; the inference servers, which
-it does not need for that, answer it themselves. SIGHUP ends a program that has no handler, and is none of those that scancel sends."""
+"""Of workers and ranks. The orchestrator answers the SIGTERM of a cancelled job, and needs workers and ranks to save; the
+inference servers, which it does not need for that, answer it themselves. SIGHUP ends a program that has no handler, and
+scancel does not send it."""
 
 
 def server_process(config: Config, folder: RunFolder, slot: int, host: str, port: int, restarts: int, key: str) -> Command:
-    """One inference server, which listens on host:port. `restarts` enters the seed: a restarted server does not sample the same tokens again."""
+    """One inference server, which listens on host:port.
+
+    `restarts` enters the seed: a restarted server does not sample the same tokens again.
+    """
     s, on_cpu = config.servers, config.device == "cpu"
     settings = ServerSettings(
         model_folder=str(folder.nvfp4_model if config.servers_have_nvfp4_layers else folder.model),
@@ -42,6 +46,7 @@ def server_process(config: Config, folder: RunFolder, slot: int, host: str, port
 
 
 def worker_process(folder: RunFolder, environment: Mapping[str, str], number: int = 0) -> Command:
+    """One rollout worker."""
     name, orchestrator = f"worker-{number}", environment["MEGATRON_RL_ORCHESTRATOR"]
     argv = [sys.executable, "-m", "megatron_rl.rollouts.worker", str(folder.path), "--orchestrator", orchestrator, "--name", name]
     return Command(name, argv, folder.logs / f"{name}.log", environment, OWN_STOP_SIGNAL)
@@ -56,8 +61,9 @@ def trainer_processes(
 
 
 def gpu_variables(config: Config) -> dict[str, str]:
-    """What Megatron's ranks need of the GPUs' libraries, and the inference servers must not have; what determinism needs each rank sets itself
-    (engine.groups).
+    """Variables of the GPU libraries that Megatron's ranks need, and the inference servers must not have.
+
+    Those for determinism each rank sets itself (engine.groups).
     """
     if config.device == "cpu":
         return {}
@@ -65,7 +71,8 @@ def gpu_variables(config: Config) -> dict[str, str]:
         "TORCH_NCCL_DESYNC_DEBUG": "1"
     }  # when a collective's time is over, torch's log names the ranks that did not come
     if config.layout.tensor > 1 or config.layout.context > 1:
-        # One queue: kernels then start in the order of their launches, which Megatron's overlap of communication and products relies on.
+        # One queue: kernels then start in the order of their launches, which Megatron's overlap of communication and products
+        # relies on.
         variables |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return variables
 

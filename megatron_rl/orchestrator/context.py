@@ -20,7 +20,9 @@ class RunFailedError(RunError, RuntimeError):
 class RunContext:
     """One event loop reads and writes it, so it needs no lock; who changes it calls `changes.notify()`."""
 
-    def __init__(self, config: Config, folder: RunFolder, state: RunState, fleet: Fleet, observe: Observer, step: int = 0):
+    def __init__(
+        self, config: Config, folder: RunFolder, state: RunState, fleet: Fleet, observe: Observer, step: int = 0
+    ) -> None:
         self.config, self.folder, self.state, self.fleet, self.observe = config, folder, state, fleet, observe
         self.spool = Spool(folder.path)
         self.changes = Changes()

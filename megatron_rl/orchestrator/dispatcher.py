@@ -8,13 +8,13 @@ from megatron_rl.wire.control import WorkRequest
 
 
 class Dispatcher:
-    """groups_per_server: as many as keep a server busy; what waits in its queue would only grow old there, and hold up the probes.
+    """groups_per_server: as many as keep a server busy; more would only grow stale in its queue, and delay the probes.
 
-    A worker gets the groups of the servers beside it, and of those that have no worker beside them: were every worker to talk to
+    A worker gets the groups of the servers on its own host, and of hosts without a worker: were every worker to talk to
     every server, their connections would grow with the square of the nodes.
     """
 
-    def __init__(self, state: RunState, fleet: Fleet, groups_per_server: int):
+    def __init__(self, state: RunState, fleet: Fleet, groups_per_server: int) -> None:
         self._state, self._fleet, self._groups_per_server = state, fleet, groups_per_server
         self._workers: dict[str, str] = {}
         """Name to host."""
@@ -33,13 +33,14 @@ class Dispatcher:
         near = [server for server in self._fleet.ready() if serves(server.host)]
         while len(tasks) < request.slots and (free := [s for s in near if in_flight[s.url] < self._groups_per_server]):
             server = min(free, key=lambda s: in_flight[s.url])
+            assert server.version is not None, f"{server.url} is ready, so its version is verified"
             if not self._state.groups_to_begin(server.version):
                 break
             tasks.append(self._state.begin(server.url, server.version))
         return tuple(tasks)
 
     def lose_worker(self, name: str, probe: Probe | None) -> int:
-        """A worker is gone: what is in flight on servers that it served is drawn again. Returns the number of groups."""
+        """A worker has ended: what is in flight on servers that it served is sampled again. Returns the number of groups."""
         host = self._workers.pop(name, None)
         remaining, lost = self._workers.values(), 0
         for server in self._fleet.servers:

@@ -1,4 +1,4 @@
-"""The inference servers of a run: started, health-checked, restarted within a budget; who may take work is said here.
+"""The inference servers of a run: started, health-checked, restarted within a budget; here is decided which of them get groups.
 
     starting ──healthy──▶ up ──synced(version)──▶ ready ──▶ ... ──▶ dead ──restart──▶ starting
                            │                        │ ▲                 └──budget spent──▶ given_up
@@ -27,11 +27,14 @@ from megatron_rl.inference.errors import ServerError
 from megatron_rl.processes import PortError, ProcessError
 
 MAX_CHECKS_PER_S = 64.0
-"""Of all servers together: a check costs the orchestrator a millisecond, and what fails in between shows in its groups at once."""
+"""Of all servers together: a check costs the orchestrator a millisecond, and what fails in between shows in its groups at
+once."""
 
 _REMOVED = "removed from the fleet"
 
 State = Literal["starting", "up", "ready", "suspect", "dead", "given_up", "removed"]
+
+EventKind = Literal["joined", "left", "given_up", "removed"]
 
 GONE = frozenset({"given_up", "removed"})
 """States that a server does not leave by itself."""
@@ -51,6 +54,8 @@ class ServerHandle(Protocol):
 
 @dataclass(frozen=True)
 class FleetLimits:
+    """When a server counts as failed, and how often it is restarted."""
+
     start_timeout_s: float = 600.0
     check_every_s: float = 2.0
     """Of each server; a large fleet is checked more slowly, see MAX_CHECKS_PER_S."""
@@ -66,9 +71,12 @@ class FleetLimits:
 
 @dataclass(frozen=True)
 class FleetEvent:
-    """joined: the server answers and has to be synced. left: it is gone, its requests with it. given_up, removed: gone for good."""
+    """joined: the server answers and has to be synced.
 
-    kind: Literal["joined", "left", "given_up", "removed"]
+    left: it is gone, its requests with it. given_up, removed: it does not come back.
+    """
+
+    kind: EventKind
     slot: int
     url: str
     reason: str = ""
@@ -87,12 +95,13 @@ class Server:
     failed_checks: int = 0
     failed_groups: int = 0
     quarantined: str = ""
-    """Why it has to be stopped, said from outside."""
+    """Why it has to be stopped; '' where it has not."""
     unwanted: bool = False
     """It has been removed, and is not started again."""
 
     @property
     def host(self) -> str:
+        """The machine in its URL."""
         return host_of(self.url)
 
 
@@ -120,7 +129,7 @@ class Fleet:
         start: Callable[[int], Awaitable[ServerHandle]],
         check: Callable[[str], Awaitable[None]],
         limits: FleetLimits = FleetLimits(),
-    ):
+    ) -> None:
         self.servers = [Server(slot) for slot in range(count)]
         self.events: asyncio.Queue[FleetEvent] = asyncio.Queue()
         self._start, self._check, self._limits = start, check, limits
@@ -152,43 +161,50 @@ class Fleet:
                 server.state = "ready"
 
     def quarantine(self, url: str, reason: str) -> None:
-        """The server holds unknown weights or is otherwise unfit: it gets no more work and is stopped and restarted."""
+        """The server holds unknown weights or is otherwise unfit: it gets no more groups, and is stopped and restarted."""
         if server := self._at(url):
             server.state, server.quarantined = "suspect", reason
             self._nudge[server.slot].set()
 
     def is_quarantined(self, url: str) -> bool:
-        """Whether what it still answers counts for nothing."""
+        """Whether what it still answers is discarded."""
         return any(server.url == url and server.quarantined for server in self.servers)
 
     def group_failed(self, url: str, reason: str) -> None:
         """A group ended with a server failure: suspect until its health check passes, quarantined after several in a row."""
         if not (server := self._at(url)):
-            return None
+            return
         server.failed_groups += 1
         if server.failed_groups >= self._limits.max_failed_groups:
-            return self.quarantine(url, f"{server.failed_groups} groups in a row failed, the last by: {reason}")
+            self.quarantine(url, f"{server.failed_groups} groups in a row failed, the last with: {reason}")
+            return
         if server.state == "ready":
             server.state = "suspect"
         self._nudge[server.slot].set()
 
     def group_succeeded(self, url: str) -> None:
+        """A group ended well: the count of failures in a row begins again."""
         if server := self._at(url):
             server.failed_groups = 0
 
     def add(self) -> int:
-        """One more server, while the fleet runs; returns its slot. It takes work once it has been synced, like any other."""
+        """One more server, while the fleet runs; returns its slot. It gets groups once it has been synced, like any other."""
         slot = next((s.slot for s in self.servers if s.state == "removed"), len(self.servers))
         if slot == len(self.servers):
             self.servers.append(Server(slot))
             self._nudge.append(asyncio.Event())
         self.servers[slot] = Server(slot)
         self._nudge[slot].clear()
+        assert self._keepers is not None, "add() before run()"
         self._keepers.create_task(self._keep(self.servers[slot]), name=f"server-{slot}")
         return slot
 
     def remove(self, slot: int) -> None:
-        """Stop a server for good, at once: its requests go elsewhere. Raises FleetError for one that is not there, and for the last."""
+        """Stop a server for good, at once; other servers take its requests.
+
+        Raises:
+            FleetError: There is no such server, or it is the last one.
+        """
         if not 0 <= slot < len(self.servers) or self.servers[slot].unwanted:
             there = ", ".join(str(s.slot) for s in self.servers if not s.unwanted)
             raise FleetError(f"there is no server {slot}; servers are {there}")
@@ -203,23 +219,24 @@ class Fleet:
 
     async def run(self) -> None:
         """Until cancelled, or until every server is gone."""
-        async with asyncio.TaskGroup() as self._keepers:
+        async with asyncio.TaskGroup() as keepers:
+            self._keepers = keepers
             for server in self.servers:
-                self._keepers.create_task(self._keep(server), name=f"server-{server.slot}")
+                keepers.create_task(self._keep(server), name=f"server-{server.slot}")
 
     def _at(self, url: str) -> Server | None:
         """The live server at this URL; None when it has left meanwhile."""
         return next((s for s in self.servers if s.url == url and s.state in ("up", "ready", "suspect")), None)
 
     async def _keep(self, server: Server) -> None:
-        """One server through all of its lives."""
+        """One server through all of its restarts."""
         while True:
-            reason = await self._live(server)
+            reason = await self._run_once(server)
             if server.unwanted:
                 break
             if server.restarts >= self._limits.max_restarts:
                 server.state = "given_up"
-                self._tell("given_up", server, f"{reason}; {server.restarts} restarts are used up")
+                self._tell("given_up", server, f"{reason}; {server.restarts} restarts are used")
                 return
             server.restarts += 1
             await asyncio.sleep(self._limits.restart_delay_s)
@@ -228,8 +245,8 @@ class Fleet:
         server.state = "removed"
         self._tell("removed", server, _REMOVED)
 
-    async def _live(self, server: Server) -> str:
-        """Start, watch, stop; returns why the server is no more."""
+    async def _run_once(self, server: Server) -> str:
+        """Start, watch, stop; returns why the server has ended."""
         server.state, server.version, server.url = "starting", None, ""
         server.failed_checks, server.failed_groups, server.quarantined = 0, 0, ""
         try:
@@ -243,7 +260,7 @@ class Fleet:
         try:
             reason = await self._until_healthy(server, handle) or await self._until_dead(server, handle)
         finally:
-            server.state = "dead"  # before the stop, which takes a while: no work goes there any more
+            server.state = "dead"  # before the stop, which takes a while: it gets no more groups
             await asyncio.shield(handle.stop())
         self._tell("left", server, reason)
         return reason
@@ -263,8 +280,7 @@ class Fleet:
             return f"did not answer within {self._limits.start_timeout_s:g} s (servers.start_timeout_s)"
 
     async def _until_dead(self, server: Server, handle: ServerHandle) -> str:
-        server.state = "up"
-        self._tell("joined", server)
+        self._join(server)
         while True:
             await self._wait_for_next_check(server)
             if (code := handle.poll()) is not None:
@@ -279,7 +295,11 @@ class Fleet:
                 continue
             server.state, server.failed_checks = "suspect", server.failed_checks + 1
             if server.failed_checks >= self._limits.max_failed_checks:
-                return f"failed {server.failed_checks} health checks in a row, the last by: {fault}"
+                return f"failed {server.failed_checks} health checks in a row, the last with: {fault}"
+
+    def _join(self, server: Server) -> None:
+        server.state = "up"
+        self._tell("joined", server)
 
     async def _wait_for_next_check(self, server: Server) -> None:
         nudge = self._nudge[server.slot]
@@ -301,5 +321,5 @@ class Fleet:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def _tell(self, kind: Literal["joined", "left", "given_up"], server: Server, reason: str = "") -> None:
+    def _tell(self, kind: EventKind, server: Server, reason: str = "") -> None:
         self.events.put_nowait(FleetEvent(kind, server.slot, server.url, reason))

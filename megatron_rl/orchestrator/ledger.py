@@ -4,7 +4,7 @@
       ▲         │                    │
       │         └─────discard────────┘
       └── waiting ◀──┤ again
-                     └── dropped, for a reason            (after too many faults, or where another draw could not help)
+                     └── dropped, for a reason            (after too many faults, or where another attempt could not help)
 
 Closed prompts cost four bytes each; only open ones (bounded by the staleness bound) have an entry.
 """
@@ -22,12 +22,12 @@ import numpy as np
 from megatron_rl.errors import RunError
 
 RETRYABLE = frozenset({"stale", "interrupted", "unverified"})
-"""Reasons that do not count against a prompt: it is drawn again however often they occur."""
+"""Reasons that do not count against a prompt: it is sampled again however often they occur."""
 
 TERMINAL = frozenset({"prompt"})
-"""Reasons that another draw cannot cure: the prompt is dropped at once."""
+"""Reasons that another attempt cannot cure: the prompt is dropped at once."""
 
-_OPEN = -1  # fates: >= 0 the step that trained it, -1 open, -2 - r dropped for reason number r
+_OPEN = -1  # outcomes: >= 0 the step that trained it, -1 open, -2 - r dropped for reason number r
 
 
 class LedgerError(RunError, ValueError):
@@ -36,7 +36,7 @@ class LedgerError(RunError, ValueError):
 
 @dataclass(frozen=True)
 class Draw:
-    """A prompt to be sampled; `attempt` counts its draws from 0."""
+    """A prompt to be sampled; `attempt` counts from 0."""
 
     prompt_index: int
     attempt: int
@@ -54,11 +54,12 @@ class _Open:
 class LengthHistogram:
     """Completion lengths by powers of two: bin k counts the lengths in [2^k, 2^(k+1)); lengths below 1 are in bin 0."""
 
-    def __init__(self, counts: Sequence[int] = (), total: int = 0):
+    def __init__(self, counts: Sequence[int] = (), total: int = 0) -> None:
         self.counts = list(counts)
         self.total = total
 
     def add(self, lengths: Sequence[int]) -> None:
+        """Count completion lengths, in tokens."""
         for length in lengths:
             k = max(1, length).bit_length() - 1
             self.counts.extend([0] * (k + 1 - len(self.counts)))
@@ -67,17 +68,19 @@ class LengthHistogram:
 
     @property
     def number(self) -> int:
+        """Lengths counted."""
         return sum(self.counts)
 
     @property
     def mean(self) -> float:
+        """Mean length; 0 without any."""
         return self.total / self.number if self.number else 0.0
 
 
 class Ledger:
-    """max_attempts: draws of one prompt that may end in a fault of its own before it is dropped."""
+    """max_attempts: attempts at one prompt that may end in its own fault before it is dropped."""
 
-    def __init__(self, *, max_attempts: int):
+    def __init__(self, *, max_attempts: int) -> None:
         self.max_attempts = max_attempts
         self.drawn = 0
         """Prompts drawn so far; also the data cursor, the index of the next new prompt."""
@@ -85,10 +88,10 @@ class Ledger:
         self.dropped: Counter[str] = Counter()
         """Prompts given up, by reason."""
         self.discarded: Counter[str] = Counter()
-        """Draws that came to nothing, by reason; those of dropped prompts too."""
+        """Attempts without a result, by reason; those of dropped prompts too."""
         self.kept_lengths = LengthHistogram()
         self.discarded_lengths = LengthHistogram()
-        self._fates = np.empty(1024, dtype=np.int32)
+        self._outcomes = np.empty(1024, dtype=np.int32)
         self._reasons: list[str] = []
         self._open: dict[int, _Open] = {}
         self._waiting: list[int] = []  # a heap
@@ -99,7 +102,7 @@ class Ledger:
         return len(self._open)
 
     def draw(self) -> Draw:
-        """The prompt to sample next: one that waits for another draw, lowest index first, else a new one."""
+        """The prompt to sample next: one that waits for another attempt, lowest index first, else a new one."""
         if self._waiting:
             index = heapq.heappop(self._waiting)
             entry = self._open[index]
@@ -109,20 +112,20 @@ class Ledger:
 
     def _draw_new(self) -> Draw:
         index = self.drawn
-        if index == len(self._fates):
-            self._fates = np.concatenate([self._fates, np.empty_like(self._fates)])
-        self._fates[index] = _OPEN
+        if index == len(self._outcomes):
+            self._outcomes = np.concatenate([self._outcomes, np.empty_like(self._outcomes)])
+        self._outcomes[index] = _OPEN
         self._open[index] = _Open("sampling")
         self.drawn += 1
         return Draw(index, 0)
 
     def finish(self, prompt_index: int, lengths: Sequence[int]) -> None:
-        """Its group is whole and buffered. lengths: completion tokens of each rollout."""
+        """Its group is complete and buffered. lengths: completion tokens of each rollout."""
         entry = self._entry(prompt_index, "finish", "sampling")
         entry.stage, entry.lengths = "buffered", list(lengths)
 
     def discard(self, prompt_index: int, reason: str, lengths: Sequence[int] = ()) -> bool:
-        """The draw came to nothing. Returns whether the prompt is drawn again; if not, it is dropped for this reason.
+        """The attempt gave no result. Returns whether the prompt is sampled again; if not, it is dropped for this reason.
 
         lengths: completion tokens of the rollouts that are thrown away, where the group was not finished.
         """
@@ -173,20 +176,20 @@ class Ledger:
         return len(indices)
 
     def interrupt(self) -> int:
-        """After a restart: what was being sampled is lost and drawn again. Returns the number of prompts."""
+        """After a restart: what was being sampled is lost and sampled again. Returns the number of prompts."""
         lost = [index for index, entry in self._open.items() if entry.stage == "sampling"]
         for index in lost:
             self.discard(index, "interrupted")
         return len(lost)
 
-    def fate(self, prompt_index: int) -> str:
+    def outcome(self, prompt_index: int) -> str:
         """'trained at step 3', 'dropped: contract', or the stage of an open prompt. Raises LedgerError if it was never drawn."""
         if not 0 <= prompt_index < self.drawn:
             raise LedgerError(f"prompt {prompt_index} was never drawn; drawn are 0..{self.drawn - 1}")
-        fate = int(self._fates[prompt_index])
-        if fate == _OPEN:
+        outcome = int(self._outcomes[prompt_index])
+        if outcome == _OPEN:
             return self._open[prompt_index].stage
-        return f"trained at step {fate}" if fate >= 0 else f"dropped: {self._reasons[-2 - fate]}"
+        return f"trained at step {outcome}" if outcome >= 0 else f"dropped: {self._reasons[-2 - outcome]}"
 
     def stages(self) -> Counter[str]:
         """Open prompts by stage."""
@@ -195,15 +198,19 @@ class Ledger:
     def summary(self) -> dict[str, float]:
         """Totals for the metrics; the mean lengths say whether what was thrown away differs from what was kept."""
         return {
-            "drawn": self.drawn, "trained": self.trained_prompts, "dropped": self.dropped.total(), "in_flight": self.in_flight,
-            "discarded_draws": self.discarded.total(), "kept_length_mean": self.kept_lengths.mean,
+            "drawn": self.drawn,
+            "trained": self.trained_prompts,
+            "dropped": self.dropped.total(),
+            "in_flight": self.in_flight,
+            "discarded_draws": self.discarded.total(),
+            "kept_length_mean": self.kept_lengths.mean,
             "discarded_length_mean": self.discarded_lengths.mean,
-        }  # fmt: skip
+        }
 
     def check(self) -> None:
         """Raise LedgerError unless drawn = trained + dropped + in flight, by the totals and prompt by prompt."""
-        fates = self._fates[: self.drawn]
-        by_prompt = (int((fates >= 0).sum()), int((fates < _OPEN).sum()), int((fates == _OPEN).sum()))
+        outcomes = self._outcomes[: self.drawn]
+        by_prompt = (int((outcomes >= 0).sum()), int((outcomes < _OPEN).sum()), int((outcomes == _OPEN).sum()))
         by_total = (self.trained_prompts, self.dropped.total(), self.in_flight)
         if by_prompt != by_total or sum(by_total) != self.drawn:
             raise LedgerError(
@@ -214,7 +221,7 @@ class Ledger:
         """All of the state, as plain JSON."""
         return {
             "drawn": self.drawn,
-            "fates": base64.b64encode(zlib.compress(self._fates[: self.drawn].astype("<i4").tobytes())).decode(),
+            "fates": base64.b64encode(zlib.compress(self._outcomes[: self.drawn].astype("<i4").tobytes())).decode(),
             "reasons": self._reasons,
             "open": {str(index): asdict(entry) for index, entry in self._open.items()},
             "trained_prompts": self.trained_prompts,
@@ -229,8 +236,8 @@ class Ledger:
         """Raises LedgerError where the totals do not add up. What was being sampled still is: interrupt() comes next."""
         ledger = cls(max_attempts=max_attempts)
         ledger.drawn = state["drawn"]
-        fates = np.frombuffer(zlib.decompress(base64.b64decode(state["fates"])), dtype="<i4")
-        ledger._fates = np.concatenate([fates.astype(np.int32), np.empty(1024, dtype=np.int32)])
+        outcomes = np.frombuffer(zlib.decompress(base64.b64decode(state["fates"])), dtype="<i4")
+        ledger._outcomes = np.concatenate([outcomes.astype(np.int32), np.empty(1024, dtype=np.int32)])
         ledger._reasons = list(state["reasons"])
         ledger._open = {int(index): _Open(**entry) for index, entry in state["open"].items()}
         ledger._waiting = sorted(index for index, entry in ledger._open.items() if entry.stage == "waiting")
@@ -247,13 +254,13 @@ class Ledger:
         entry = self._open.get(prompt_index)
         if entry is None or entry.stage not in stages:
             raise LedgerError(
-                f"cannot {action} prompt {prompt_index}: it is '{self.fate(prompt_index)}', and has to be {' or '.join(stages)}"
+                f"cannot {action} prompt {prompt_index}: it is '{self.outcome(prompt_index)}', not {' or '.join(stages)}"
             )
         return entry
 
-    def _close(self, prompt_index: int, fate: int) -> None:
+    def _close(self, prompt_index: int, outcome: int) -> None:
         del self._open[prompt_index]
-        self._fates[prompt_index] = fate
+        self._outcomes[prompt_index] = outcome
 
     def _reason_number(self, reason: str) -> int:
         if reason not in self._reasons:

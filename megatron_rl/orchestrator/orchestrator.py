@@ -19,12 +19,12 @@
    Fleet              run                servers                health                               its own clock
    Requests           follow             files of the user      a command                            every 0.5 s
 
-The parts share one RunContext. When a rank of the trainer dies, all ranks start again from the latest checkpoint, and get the recorded
-plans of the steps that were done since. These come out the same, so nothing else has to go back: the servers keep their weights, the
-ledger stays as it is.
+The parts share one RunContext. When a rank of the trainer dies, all ranks start again from the latest checkpoint, and get the
+recorded plans of the steps that were done since. These come out the same, so nothing else has to go back: the servers keep
+their weights, the ledger stays as it is.
 
-Shutdown, in this order: stop_requested is set (Ctrl-C, the last step, or a failure); workers are told to stop; the trainer is told
-to save, then to stop; trainer, workers and servers are waited for, and killed after a grace period.
+Shutdown, in this order: stop_requested is set (Ctrl-C, the last step, or a failure); workers are told to stop; the trainer is
+told to save, then to stop; trainer, workers and servers are waited for, and killed after a grace period.
 """
 
 from collections.abc import Awaitable, Callable
@@ -57,7 +57,9 @@ class Orchestrator:
         step: The step that the trainer does first.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, state: RunState, fleet: Fleet, observe: Observer, step: int = 0):
+    def __init__(
+        self, config: Config, folder: RunFolder, state: RunState, fleet: Fleet, observe: Observer, step: int = 0
+    ) -> None:
         self.context = RunContext(config, folder, state, fleet, observe, step)
         self._dispatcher = Dispatcher(state, fleet, config.groups_per_server)
         self._ranks = TrainerRanks(config.trainer.max_restarts)
@@ -114,9 +116,7 @@ class Orchestrator:
                 answer = await handler(message)
             except OSError as error:
                 where = error.filename or context.folder.path
-                context.fail(
-                    f"{where}: {error.strerror or error}; nothing is lost: fix this, then continue with --resume from what is written"
-                )
+                context.fail(f"{where}: {error.strerror or error}; nothing is lost: fix this, then continue with --resume")
                 await context.changes.notify()
                 raise
             context.watchdog.record_answer(path, answer)

@@ -1,4 +1,7 @@
-"""Probe rollouts: sampled right after a weight update as in training, scored by the trainer at equal weights, never trained on."""
+"""Probe rollouts.
+
+Sampled right after a weight update as in training, scored by the trainer at equal weights, never trained on.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +18,7 @@ class Probe:
     in_flight: dict[str, GroupTask] = field(default_factory=dict)
     results: list[GroupResult] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
-    """By server, why the last of its probes that failed did so through a fault of its own."""
+    """By server, the reason of its last failed probe, where the failure was the server's."""
 
     @classmethod
     def on(cls, servers: list[str], version: int, num_prompts: int) -> "Probe":
@@ -35,6 +38,7 @@ class Probe:
         return task
 
     def end(self, result: GroupResult) -> None:
+        """A task has ended, well or not."""
         if self.in_flight.pop(result.uid, None) is None:
             return
         if result.failure is None:
@@ -43,16 +47,25 @@ class Probe:
             self.failures[result.server] = result.message
 
     def lose_server(self, server: str) -> None:
+        """A server has left: its tasks are dropped."""
         self.waiting = [t for t in self.waiting if t.server != server]
         self.in_flight = {uid: t for uid, t in self.in_flight.items() if t.server != server}
 
     @property
     def ended(self) -> bool:
+        """Whether every task has ended."""
         return not self.waiting and not self.in_flight
 
     def evaluate(self, abs_dlogp: dict[str, float], tolerance: float) -> dict[str, str]:
-        """Server to reason, for those whose mean |log p_trainer - log p_rollout| is above the tolerance, and those none of whose probes
-        could be scored: wrong weights may be too wrong for an answer.
+        """The servers that fail the probe.
+
+        Args:
+            abs_dlogp: By rollout uid, mean |log p_trainer - log p_rollout|.
+            tolerance: For the mean over a server's rollouts.
+
+        Returns:
+            Server to reason, for those above the tolerance, and for those none of whose probes could be scored: wrong weights
+            may be too wrong for an answer.
         """
         by_server: dict[str, list[float]] = {}
         for result in self.results:

@@ -17,7 +17,7 @@ class TrainerRanks:
         max_restarts: Without a step finished in between.
     """
 
-    def __init__(self, max_restarts: int):
+    def __init__(self, max_restarts: int) -> None:
         self.rendezvous = Rendezvous()
         """Where the present ranks meet."""
         self._max_restarts = max_restarts

@@ -1,4 +1,4 @@
-"""What a user asks of a run that goes on, by files in RUN/requests, which is private to the user: no key has to leave the run.
+"""What a user asks of a running run, by files in RUN/requests, which only the user can read: the run's key stays inside the run.
 
     requests/ask_0123456789ab.json       written by the command line
     requests/answer_0123456789ab.json    written by the orchestrator once it has done it; the command line removes both
@@ -36,6 +36,8 @@ class ServersRequest:
 
 @dataclass(frozen=True)
 class Answer:
+    """done: whether the request was carried out. text: what was done, or why not."""
+
     done: bool
     text: str
 
@@ -50,7 +52,8 @@ def ask(folder: RunFolder, request: ServersRequest, timeout_s: float = 30.0) -> 
         while not answered.exists():
             if time.monotonic() > deadline:
                 raise RequestError(
-                    f"{folder.path} has not answered within {timeout_s:g} s: megatron-rl status says whether it runs"
+                    f"{folder.path} has not answered within {timeout_s:g} s: `megatron-rl status {folder.path}` shows "
+                    "whether it runs"
                 )
             time.sleep(0.1)
         answer = decode(answered.read_bytes(), Answer)
@@ -63,14 +66,15 @@ def ask(folder: RunFolder, request: ServersRequest, timeout_s: float = 30.0) -> 
 
 
 class Requests:
-    """The orchestrator's end. Requests that a former life of the run has not read are not carried out."""
+    """The orchestrator's end. Requests that were left unread before the run was restarted are not carried out."""
 
-    def __init__(self, folder: RunFolder, fleet: Fleet):
+    def __init__(self, folder: RunFolder, fleet: Fleet) -> None:
         self._folder, self._fleet = folder, fleet
         for left in folder.requests.glob("*.json"):
             left.unlink(missing_ok=True)
 
     async def follow(self) -> None:
+        """Carry out requests as they come."""
         while True:
             for file in sorted(self._folder.requests.glob("ask_*.json")):
                 answer = self._carry_out(file.read_bytes())
@@ -84,15 +88,13 @@ class Requests:
             if request.action == "add":
                 slots = [self._fleet.add() for _ in range(request.count)]
                 return Answer(
-                    True, f"servers {', '.join(map(str, slots))} are starting; they take work once they hold the current weights"
+                    True, f"servers {', '.join(map(str, slots))} are starting; they sample once they hold the current weights"
                 )
             slots = [self._slot(which) for which in request.which]
             for slot in slots:
                 self._fleet.remove(slot)
-            return Answer(
-                True, f"servers {', '.join(map(str, slots))} are removed; what they were sampling is drawn again elsewhere"
-            )
-        except ValueError as error:  # FleetError, or no such request
+            return Answer(True, f"servers {', '.join(map(str, slots))} are removed; the others sample again what they had begun")
+        except ValueError as error:  # FleetError, or not a request
             return Answer(False, str(error))
 
     def _slot(self, which: str) -> int:

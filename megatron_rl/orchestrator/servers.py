@@ -18,13 +18,15 @@ GRACE_S = 5.0
 class ServerProcess:
     """An inference server, on this machine or on another one."""
 
-    def __init__(self, process: Process, url: str):
+    def __init__(self, process: Process, url: str) -> None:
         self.process, self.url = process, url
 
     def poll(self) -> int | None:
+        """Exit status, or None while it runs."""
         return self.process.poll()
 
     async def stop(self) -> None:
+        """Ask it to end, kill it after GRACE_S, and return when it has ended."""
         self.process.terminate()
         await self._wait()
         self.process.kill()

@@ -1,4 +1,7 @@
-"""The bookkeeping of a run: which prompts are drawn, in flight, buffered, planned, trained. Pure: no clock, no network, no files."""
+"""The bookkeeping of a run: which prompts are drawn, in flight, buffered, planned, trained.
+
+Pure: no clock, no network, no files.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +16,7 @@ from megatron_rl.records import GroupResult, GroupTask, StepPlan
 class RunState:
     """Buffer and ledger moved together, so that every prompt is in exactly one place."""
 
-    def __init__(self, config: Config, ledger: Ledger, buffer: GroupBuffer):
+    def __init__(self, config: Config, ledger: Ledger, buffer: GroupBuffer) -> None:
         self._config = config
         self.ledger, self.buffer = ledger, buffer
         self._tasks: dict[str, GroupTask] = {}
@@ -25,13 +28,14 @@ class RunState:
 
     @classmethod
     def new(cls, config: Config) -> "RunState":
+        """Of a run that begins."""
         r = config.rollouts
         buffer = GroupBuffer(prompts_per_step=r.prompts_per_step, max_staleness=r.max_staleness)
         return cls(config, Ledger(max_attempts=r.max_attempts), buffer)
 
     @classmethod
     def from_json(cls, config: Config, state: dict[str, Any]) -> "RunState":
-        """As it was at the checkpoint; what was in flight there is drawn again."""
+        """As it was at the checkpoint; what was in flight there is sampled again."""
         r = config.rollouts
         ledger = Ledger.from_json(state["ledger"], max_attempts=r.max_attempts)
         ledger.interrupt()
@@ -39,6 +43,7 @@ class RunState:
         return cls(config, ledger, buffer)
 
     def to_json(self) -> dict[str, Any]:
+        """For the checkpoint."""
         return {"ledger": self.ledger.to_json(), "buffer": self.buffer.to_json()}
 
     def groups_to_begin(self, version: int) -> int:
@@ -68,13 +73,13 @@ class RunState:
             self.recent_failures[result.failure] += 1
             self.last_failure = f"{result.failure}: {result.message}"
             self.buffer.abandon(result.prompt_index)
-            # a server's death is no fault of the prompt: it goes elsewhere, however often that happens
+            # a server's failure is no fault of the prompt: another server samples it, however often that happens
             reason = "interrupted" if result.failure == "server" else result.failure
             self.ledger.discard(result.prompt_index, reason, [r.num_completion_tokens for r in result.rollouts])
         return True
 
     def lose_server(self, server: str) -> int:
-        """The server has left: what was in flight on it is drawn again. Returns the number of groups."""
+        """The server has left: what was in flight on it is sampled again. Returns the number of groups."""
         lost = [task for task in self._tasks.values() if task.server == server]
         for task in lost:
             self.end(GroupResult(task.uid, task.prompt_index, task.attempt, server, failure="server", message="left the fleet"))
@@ -82,14 +87,14 @@ class RunState:
         return len(lost)
 
     def discard_finished(self, is_bad: Callable[[GroupResult], bool], reason: str) -> int:
-        """Finished groups that no step has taken are drawn again; returns their number."""
+        """Finished groups that no step has taken are sampled again; returns their number."""
         bad = self.buffer.take_out(is_bad)
         for group in bad:
             self.ledger.discard(group.prompt_index, reason)
         return len(bad)
 
     def take_step(self) -> tuple[GroupResult, ...] | None:
-        """The groups of the next step, or None while they are not there; groups that became too old are drawn again."""
+        """The groups of the next step, or None while they are not there; groups that became too old are sampled again."""
         for group in self.buffer.evict_stale():
             self.ledger.discard(group.prompt_index, "stale")
         step = self.buffer.next_step
@@ -99,8 +104,9 @@ class RunState:
         return groups
 
     def adopt(self, plan: StepPlan) -> None:
-        """A recorded plan of the next step, from before the run was interrupted: it is trained as it stands, so that nothing that
-        was sampled is lost and the step comes out the same.
+        """Take over a recorded plan of the next step, from before the run was interrupted.
+
+        It is trained as it is, so that nothing that was sampled is lost and the step gives the same result.
         """
         lengths: dict[int, list[int]] = {}
         for entry in plan.entries:

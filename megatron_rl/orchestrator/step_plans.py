@@ -11,7 +11,7 @@ from megatron_rl.records import GroupResult, StepPlan
 class StepPlans:
     """examples: takes the readable rollouts of the groups that a step takes."""
 
-    def __init__(self, context: RunContext, examples: Callable[[tuple[GroupResult, ...]], Sequence[dict]]):
+    def __init__(self, context: RunContext, examples: Callable[[tuple[GroupResult, ...]], Sequence[dict]]) -> None:
         self._context, self._examples = context, examples
         self._current: str | None = None
         context.spool.clean_half_written()  # what an interrupted run left; nobody writes yet
@@ -56,7 +56,10 @@ class StepPlans:
         return file
 
     def _adopt_recorded(self) -> list[StepPlan]:
-        """Plans of this step and of the following ones that the spool holds from before an interruption; an incomplete one ends the row."""
+        """Plans of this step and of the following ones that the spool holds from before an interruption.
+
+        An incomplete one ends the row.
+        """
         context = self._context
         plans: list[StepPlan] = []
         while (plan := context.spool.recorded(context.step + len(plans))) is not None:

@@ -28,7 +28,7 @@ class Supervisor:
         dispatcher: Dispatcher,
         processes: list[Process],
         start_trainer: Callable[[], Awaitable[list[Process]]],
-    ):
+    ) -> None:
         self._context, self._ranks, self._dispatcher = context, ranks, dispatcher
         self._processes, self._start_trainer = processes, start_trainer
 
@@ -103,7 +103,8 @@ class Supervisor:
         context.observe.event(f"{dead.failure()}\n  the trainer is restarted from {place}, and catches up to step {context.step}")
         context.probe = None
         for url in context.syncing if context.config.servers.tensor > 1 else ():
-            # The workers of a server lose step with one another when an update breaks off; a single one is completed by the next update.
+            # The workers of a server lose step with one another when an update breaks off; a single one is completed by the next
+            # update.
             context.fleet.quarantine(url, "the trainer ended during the server's weight update")
         await self._ranks.restart(self._processes, self._start_trainer)
 

@@ -18,7 +18,7 @@ from megatron_rl.wire.control import Ack, Order, OrderRequest, Progress, Rendezv
 class TrainerHandlers:
     """Rank 0 sends all of these messages, except that every rank asks for the rendezvous."""
 
-    def __init__(self, context: RunContext, ranks: TrainerRanks, workers: WorkerHandlers):
+    def __init__(self, context: RunContext, ranks: TrainerRanks, workers: WorkerHandlers) -> None:
         self._context, self._ranks, self._workers = context, ranks, workers
         self._plans = StepPlans(context, workers.pop_examples)
 
@@ -32,15 +32,16 @@ class TrainerHandlers:
         return ranks.rendezvous
 
     async def on_order(self, request: OrderRequest) -> Order:
-        """What the trainer does next: train a step, update servers, save, or stop; 'wait' where nothing is due within request.wait_s."""
+        """What the trainer does next.
+
+        Train a step, update servers, save, or stop; 'wait' where nothing is due within request.wait_s.
+        """
         context = self._context
         self._ranks.record_order_request()
         if request.step < context.step:
             return self._order_again(request.step)
         if request.step > context.step:
-            context.fail(
-                f"the trainer is at step {request.step}, the orchestrator at step {context.step}: start the run again with --resume"
-            )
+            context.fail(f"the trainer is at step {request.step}, the orchestrator at step {context.step}: restart with --resume")
         order = Order("wait")
 
         def decided() -> bool:
@@ -73,7 +74,10 @@ class TrainerHandlers:
         return Ack()
 
     async def on_saved(self, report: SavedReport) -> Ack:
-        """The trainer's part is in a staging folder; with the orchestrator's part the checkpoint is complete, and the folder gets its name."""
+        """The trainer's part is in a staging folder.
+
+        With the orchestrator's part the checkpoint is complete, and the folder gets its name.
+        """
         context, checkpoint = self._context, self._context.config.checkpoint
         staging = Path(report.folder)
         if context.saved_step == report.step and not staging.exists():  # sent again, since our answer was lost on the way
@@ -117,7 +121,10 @@ class TrainerHandlers:
         return bool(due or done or context.stop_requested) and context.saved_step != context.step
 
     def _to_sync(self) -> tuple[str, ...]:
-        """Servers that need the current weights. At the start of a run all servers are waited for, so that one update serves them all."""
+        """Servers that need the current weights.
+
+        At the start of a run all servers are waited for, so that one update serves them all.
+        """
         fleet = self._context.fleet
         never_synced = all(s.version is None for s in fleet.servers)
         if never_synced and any(s.state == "starting" for s in fleet.servers):

@@ -11,13 +11,16 @@ from megatron_rl.wire.control import Ack, ProbeOrder, ProbeReport, ProbeRequest,
 class Verification:
     """The trainer's messages about weights: what it has sent to which servers, and how their probes score."""
 
-    def __init__(self, context: RunContext):
+    def __init__(self, context: RunContext) -> None:
         self._context = context
         self._last_verified: dict[str, int] = {}
         """By server, the last version whose probe agreed."""
 
     async def on_weights(self, report: WeightsReport) -> Ack:
-        """An update has ended: servers that hold the version take work, the others are quarantined; a probe begins where it is due."""
+        """An update has ended.
+
+        Servers that hold the version take work, the others are quarantined; a probe begins where it is due.
+        """
         context = self._context
         context.syncing = ()
         for url in report.servers:

@@ -1,9 +1,10 @@
-"""Who waits for whom, when a run stands still."""
+"""Who waits for whom, when a run makes no progress."""
 
 import time
 from collections.abc import Callable, Sequence
 
 from megatron_rl.orchestrator.fleet import Server
+from megatron_rl.orchestrator.observer import counted
 from megatron_rl.orchestrator.state import RunState
 from megatron_rl.wire.control import GroupReport, Order, ProbeOrder, WorkRequest
 
@@ -12,30 +13,30 @@ _WAITS_FOR = {"/order": "an order", "/probe": "the probe's rollouts"}
 
 
 class Watchdog:
-    """Hears every message and every bit of progress. clock: seconds that never go back, whatever becomes of the wall clock."""
+    """Notes every message and all progress. clock: monotonic seconds."""
 
-    def __init__(self, stall_after_s: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, stall_after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._stall_after_s, self._clock = stall_after_s, clock
         self._moved_at = self._told_at = clock()
-        self._trainer = "has said nothing yet: it loads its model, or its ranks wait for one another (logs/trainer-*.log)"
+        self._trainer = "has sent no message yet: it loads its model, or its ranks wait for one another (logs/trainer-*.log)"
         self._trainer_since = clock()
         self._workers: dict[str, float] = {}
 
     def record_message(self, path: str, message: object) -> None:
-        """A message has come."""
+        """A message has arrived."""
         if isinstance(message, WorkRequest | GroupReport):
             self._workers[message.worker] = self._clock()
         elif path in _WAITS_FOR:
             self._trainer_does(f"waits for {_WAITS_FOR[path]}")
 
     def record_answer(self, path: str, answer: object) -> None:
-        """We have answered a message. Nothing yet: the trainer asks again, and goes on waiting."""
+        """A message was answered. An answer without content: the trainer asks again, and still waits."""
         if isinstance(answer, Order) and answer.kind != "wait":
             self._trainer_does(f"carries out the order '{answer.kind}' (its ranks: logs/trainer-*.log)")
         elif isinstance(answer, ProbeOrder) and answer.ready:
             self._trainer_does("scores the probe")
         elif path in ("/step", "/weights", "/probed", "/saved"):
-            self._trainer_does(f"goes on after its report {path}")
+            self._trainer_does(f"continues after its report {path}")
 
     def _trainer_does(self, what: str) -> None:
         if what != self._trainer:
@@ -61,13 +62,17 @@ class Watchdog:
 
     def _trainer_line(self, step: int, state: RunState, now: float) -> str:
         buffer = state.buffer
-        groups = f"{buffer.num_finished} groups are finished, a step takes {buffer.prompts_per_step}, {buffer.num_in_flight} are in flight"
-        return f"the trainer, at step {step}, {self._trainer}, for {now - self._trainer_since:.0f} s; of its next batch {groups}"
+        groups = (
+            f"{counted(buffer.num_finished, 'group')} of the {buffer.prompts_per_step} that a step takes are finished, "
+            f"{buffer.num_in_flight} in flight"
+        )
+        return f"the trainer, at step {step}, {self._trainer}, for {now - self._trainer_since:.0f} s; for its next batch {groups}"
 
     def _worker_line(self, name: str, now: float) -> str:
-        return f"worker {name} was last heard {now - self._workers[name]:.0f} s ago"
+        return f"worker {name} sent its last message {now - self._workers[name]:.0f} s ago"
 
 
 def _server_line(server: Server, state: RunState) -> str:
     holds = "no known version" if server.version is None else f"version {server.version}"
-    return f"server {server.slot} at {server.url or '(starting)'} is {server.state}, holds {holds}, owes {state.in_flight[server.url]} groups"
+    samples = counted(state.in_flight[server.url], "group")
+    return f"server {server.slot} at {server.url or '(starting)'} is {server.state}, holds {holds}, samples {samples}"

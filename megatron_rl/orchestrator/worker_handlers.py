@@ -1,4 +1,7 @@
-"""What the orchestrator answers to the rollout workers: which groups to sample on which servers, and what becomes of the results."""
+"""What the orchestrator answers to the rollout workers.
+
+Which groups to sample on which servers, and what becomes of the results.
+"""
 
 import time
 from dataclasses import replace
@@ -15,7 +18,7 @@ MAX_FAILURES_IN_A_ROW = 50
 class WorkerHandlers:
     """The workers' two messages."""
 
-    def __init__(self, context: RunContext, dispatcher: Dispatcher):
+    def __init__(self, context: RunContext, dispatcher: Dispatcher) -> None:
         self._context, self._dispatcher = context, dispatcher
         self._examples: dict[str, tuple[dict, ...]] = {}
         self._num_tokens, self._counting_since = 0, time.monotonic()

@@ -35,4 +35,4 @@ __all__ = [
     "kill_with_parent",
     "log_tail",
     "stop_all",
-]  # fmt: skip
+]

@@ -12,18 +12,20 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 class AddressError(UserError, RuntimeError):
-    """An interface that is not there, or a host name that means nothing."""
+    """A network interface that does not exist, or a host name without an address."""
 
 
 def address_of_interface(name: str) -> str:
-    """The IPv4 address of a network interface, such as 'ib0'. Raises AddressError that lists those that are there."""
+    """The IPv4 address of a network interface, such as 'ib0'. Raises AddressError that lists the machine's interfaces."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         try:
             answer = fcntl.ioctl(s.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         except OSError as error:
             there = ", ".join(sorted(p.name for p in Path("/sys/class/net").iterdir()))
             raise AddressError(
-                f"slurm.interface = {name!r}: {socket.gethostname()} has no IPv4 address there ({error.strerror}); its interfaces: {there}"
+                f"slurm.interface = {name!r}: {socket.gethostname()} has no IPv4 address on it ({error.strerror}); its "
+                "interfaces: "
+                f"{there}"
             ) from error
     return socket.inet_ntoa(answer[20:24])
 
@@ -38,11 +40,9 @@ def interface_of(address: str) -> str | None:
 
 
 def address_of_this_host() -> str:
-    """What this machine's own name means here. Raises AddressError where that is nothing."""
+    """The address of this machine's host name. Raises AddressError where it has none."""
     name = socket.gethostname()
     try:
         return socket.gethostbyname(name)
     except OSError as error:
-        raise AddressError(
-            f"the name of this machine, {name}, has no address ({error}); name an interface in slurm.interface"
-        ) from error
+        raise AddressError(f"the host name {name} of this machine has no address ({error}); set slurm.interface") from error

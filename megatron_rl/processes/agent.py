@@ -1,8 +1,9 @@
-"""The agent of one node of a cluster's run: `python -m megatron_rl.processes.agent RUN_DIR --role trainer|rollouts`, one task a node.
+"""The agent of one node of a Slurm job: `python -m megatron_rl.processes.agent RUN_DIR --role trainer|rollouts`, one task a node.
 
-It finds the orchestrator by RUN/orchestrator.json (which each attempt of the job writes anew), joins it, and starts and ends processes as
-ordered. All of them end with it: when Slurm ends its step, and when the orchestrator has not answered for PATIENCE_S. The run's key comes
-in MEGATRON_RL_KEY, the job's attempt in MEGATRON_RL_ATTEMPT, the number of the node in SLURM_PROCID.
+It finds the orchestrator by RUN/orchestrator.json (which each attempt of the job writes anew), joins it, and starts and ends
+processes as ordered. All of them end with it: when Slurm ends its job step, and when the orchestrator has not answered for
+PATIENCE_S. In its environment are the run's key (MEGATRON_RL_KEY), the job's attempt (MEGATRON_RL_ATTEMPT) and the number of
+the node (SLURM_PROCID).
 """
 
 import argparse
@@ -16,12 +17,13 @@ import socket
 import sys
 from pathlib import Path
 
-from megatron_rl.config import ConfigError, RunFolder
+from megatron_rl.config import RunFolder
+from megatron_rl.errors import RunError, UserError
 from megatron_rl.processes.addresses import AddressError, address_of_interface
 from megatron_rl.processes.child import Child, Command, ProcessError, stop_all
 from megatron_rl.processes.ports import free_ports
-from megatron_rl.wire.access import KeyMissingError, key_from_environment
-from megatron_rl.wire.client import AsyncControlClient, OrchestratorGoneError
+from megatron_rl.wire.access import key_from_environment
+from megatron_rl.wire.client import AsyncControlClient
 from megatron_rl.wire.control import Ack, decode
 from megatron_rl.wire.nodes import (
     ADDRESS_VARIABLE,
@@ -47,16 +49,25 @@ logger = logging.getLogger(__name__)
 
 
 class Agent:
-    """devices: what CUDA_VISIBLE_DEVICES may name here."""
+    """Starts and ends processes on its node as ordered.
 
-    def __init__(self, role: str, index: int, place: OrchestratorPlace, key: str, address: str, devices: tuple[str, ...]):
+    Args:
+        role: Of the node: trainer or rollouts.
+        index: Of the node among those of its role.
+        place: Where the orchestrator is.
+        key: The run's.
+        address: Where the other nodes reach this one.
+        devices: What CUDA_VISIBLE_DEVICES may name here.
+    """
+
+    def __init__(self, role: str, index: int, place: OrchestratorPlace, key: str, address: str, devices: tuple[str, ...]) -> None:
         self._role, self._index, self._address, self._devices = role, index, address, devices
         self._orchestrator = AsyncControlClient(place.url, key, patience_s=PATIENCE_S)
         self._children: dict[str, Child] = {}
         self._num_done = 0
 
     async def run(self) -> None:
-        """Until the run is over or the agent's step is ended. Raises OrchestratorGoneError."""
+        """Until the run is over. Raises OrchestratorGoneError when the orchestrator no longer answers."""
         tasks = [asyncio.create_task(self._obey()), asyncio.create_task(self._watch())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -99,12 +110,12 @@ class Agent:
             await self._orchestrator.send("/node/ended", ProcessEnded(order.process, NOT_STARTED), Ack)
 
     async def _watch(self) -> None:
-        told: set[str] = set()
+        reported: set[str] = set()
         while True:
             for process, child in list(self._children.items()):
-                if process not in told and (status := child.poll()) is not None:
+                if process not in reported and (status := child.poll()) is not None:
                     await self._orchestrator.send("/node/ended", ProcessEnded(process, status), Ack)
-                    told.add(process)
+                    reported.add(process)
             await asyncio.sleep(WATCH_EVERY_S)
 
 
@@ -119,22 +130,26 @@ async def place_of(folder: RunFolder, attempt: str) -> OrchestratorPlace:
 
 
 def own_address(place: OrchestratorPlace, interface: str | None) -> str:
-    """Raises AddressError when the orchestrator says an address that means another machine here."""
+    """The address of this node for the others.
+
+    Raises AddressError when the orchestrator's own is a loopback address of another machine.
+    """
     host, _, port = place.url.removeprefix("http://").partition(":")
     if ipaddress.ip_address(host).is_loopback and socket.gethostname() != place.host:
         raise AddressError(
-            f"the name of {place.host} means {host} there, which no other node can reach; name an interface in slurm.interface"
+            f"the host name {place.host} has the address {host} there, which no other node can reach; set slurm.interface"
         )
     return address_of_interface(interface) if interface else address_towards(host, int(port))
 
 
 def devices_here(gpus: int) -> tuple[str, ...]:
-    """The GPUs that Slurm gave this step, else the first ones."""
+    """The GPUs that Slurm gave this job step, else the first `gpus`."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return tuple(given.split(",")[:gpus]) if given else tuple(map(str, range(gpus)))
 
 
 async def serve(folder: RunFolder, role: str) -> None:
+    """Find the orchestrator of this attempt, join it, and obey until the run is over."""
     place = await place_of(folder, job_attempt())
     slurm = folder.config().slurm
     address = own_address(place, slurm.interface)
@@ -143,17 +158,19 @@ async def serve(folder: RunFolder, role: str) -> None:
 
 
 def main() -> int:
+    """The program: exit status 1 when the orchestrator is gone, or the node cannot take part."""
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.processes.agent")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--role", choices=ROLES, required=True)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request otherwise
-    # Sent to every task of a job that is cancelled or preempted: the orchestrator saves, and needs its processes for that.
+    # Slurm sends it to every task of a job that is cancelled or preempted: the orchestrator saves then, and needs its processes
+    # for that.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         asyncio.run(serve(RunFolder(arguments.run_dir), arguments.role))
-    except (OrchestratorGoneError, ProcessError, AddressError, KeyMissingError, ConfigError) as error:
+    except (UserError, RunError) as error:
         logger.error("%s", error)
         return 1
     return 0

@@ -1,4 +1,4 @@
-"""One child process: started in a session of its own, watched, stopped with all that it started."""
+"""One child process: started in its own session, watched, stopped with all that it started."""
 
 import contextlib
 import ctypes
@@ -26,19 +26,21 @@ class Command:
     log_file: Path
     env: Mapping[str, str] = field(default_factory=dict)
     stop_signal: int = signal.SIGTERM
-    """The signal that ends it. With another one than SIGTERM it does not hear SIGTERM, which a batch system sends to every process of a job
-    that is cancelled or preempted, and which one process has to answer for all; the program calls `ignore_sigterm` as it begins."""
+    """The signal that ends it. If it is not SIGTERM, the process ignores SIGTERM, which a batch system sends to every process of
+    a job that is cancelled or preempted, and which one process has to answer for all; the program calls `ignore_sigterm` as
+    it begins."""
 
 
 class ProcessError(RunError, RuntimeError):
-    """A child that could not be started, or ended when it should not have: with its name and the end of its log."""
+    """A process that could not be started, or that ended unexpectedly: with its name and the end of its log."""
 
 
 class Process(Protocol):
     """A started process, on this machine (`Child`) or on another one."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """As in logs/NAME.log."""
 
     def poll(self) -> int | None:
         """None while it runs, else its exit status."""
@@ -54,11 +56,13 @@ class Process(Protocol):
 
 
 class Child:
-    """A running process. It has its own session, so that Ctrl-C on the terminal reaches only the parent, which then stops its
-    children in order; and it is sent its ending signal by the kernel when the parent dies, so that none is left behind by a kill -9.
+    """A child process on this machine.
+
+    It has its own session, so that Ctrl-C on the terminal reaches only the parent, which then stops its children in order. The
+    kernel sends it its stop signal when the parent dies, so that even a kill -9 of the parent leaves no child behind.
     """
 
-    def __init__(self, command: Command):
+    def __init__(self, command: Command) -> None:
         self.command = command
         command.log_file.parent.mkdir(parents=True, exist_ok=True)
         with open(command.log_file, "ab", opener=lambda p, flags: os.open(p, flags, 0o600)) as log:
@@ -79,10 +83,12 @@ class Child:
 
     @property
     def name(self) -> str:
+        """Of its command."""
         return self.command.name
 
     @property
     def pid(self) -> int:
+        """Its process id, which is also that of its session."""
         return self._process.pid
 
     def poll(self) -> int | None:
@@ -96,7 +102,7 @@ class Child:
         return self._process.returncode
 
     def terminate(self) -> None:
-        """Ask the process (not its children: they are its own business) to end."""
+        """Ask the process to end; its children are left to it."""
         if self.poll() is None:
             self._process.send_signal(self.command.stop_signal)
 
@@ -110,7 +116,7 @@ class Child:
         """Why it ended, for a person: name, status, the last lines of its log."""
         status = self.poll()
         how = (
-            f"was ended by signal {-status} ({signal.Signals(-status).name})"
+            f"was killed by signal {-status} ({signal.Signals(-status).name})"
             if status is not None and status < 0
             else f"ended with status {status}"
         )
@@ -141,8 +147,10 @@ def log_tail(path: Path, num_lines: int = 15) -> str:
 
 
 def ignore_sigterm() -> None:
-    """To be called by a program whose Command has another stop_signal: what it starts, such as a reward's own processes, ends by SIGTERM again,
-    which an ignored signal would not be.
+    """Ignore SIGTERM in this process, but not in what it starts.
+
+    For a program whose Command has another stop_signal. What it starts, such as a reward's processes, still ends by SIGTERM: an
+    ignored signal would stay ignored there, a handled one does not.
     """
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
         return  # started by hand
@@ -170,7 +178,8 @@ def kill_with_parent(stop_signal: int = signal.SIGTERM) -> Callable[[], None]:
     parent = os.getpid()
 
     def between_fork_and_exec() -> None:
-        # A handler of the parent's (asyncio's) would swallow the one signal that the kernel sends, were the parent to die before exec.
+        # A handler of the parent's (asyncio's) would swallow the one signal that the kernel sends, were the parent to die before
+        # exec.
         signal.signal(stop_signal, signal.SIG_DFL)
         if stop_signal != signal.SIGTERM:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,10 +1,10 @@
-"""The orchestrator's side of a cluster's nodes: processes there look like processes here.
+"""The orchestrator's side of a cluster's nodes: a process on a node has the same interface as a local one.
 
     Nodes.start(node, command) ──order──▶ the node's agent ──▶ Child
         RemoteProcess.poll() ◀──/node/ended──┘
 
-What is known of a node is what its agent says. One that has been silent for `patience_s` is lost, and its processes with it: whatever
-of them still runs ends by itself when its agent does, or when it has not heard of the orchestrator for long.
+The orchestrator knows of a node what its agent reports. A node whose agent has been silent for `patience_s` is lost, and its
+processes with it: those that still run end when their agent ends, or when the orchestrator has not answered them for long.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from megatron_rl.wire.control import Ack
 from megatron_rl.wire.nodes import NodeOrders, NodeRequest, ProcessEnded, StartOrder, StopOrder
 
 LOST = -9
-"""Status of a process whose node is lost: as if it had been killed, which it has been or will be."""
+"""Status of a process whose node is lost: as if it had been killed, which it was or will be."""
 
 
 @dataclass
@@ -35,45 +35,60 @@ class Node:
     """By a clock that never goes back, at the beginning or end of the agent's last request."""
 
     def take_port(self) -> int:
-        """One that was free a moment ago, given out once."""
+        """A port that was free at the agent's last request; each is given out once."""
         if not self.free_ports:
             raise ProcessError(f"{self.host} ({self.role} node {self.index}) has no free port left")
         return self.free_ports.pop()
 
 
 class RemoteProcess:
-    """A process on another node, as `Process` has it."""
+    """A process on another node, with the interface of `Process`."""
 
-    def __init__(self, nodes: "Nodes", node: Node, number: int, command: Command):
+    def __init__(self, nodes: "Nodes", node: Node, number: int, command: Command) -> None:
         self._nodes, self._node = nodes, node
         self.command, self.key = command, f"{number}:{command.name}"
         self.status: int | None = None
 
     @property
     def name(self) -> str:
+        """Of the command."""
         return self.command.name
 
     def poll(self) -> int | None:
+        """None while it runs, else its exit status; LOST when its node is lost."""
         if self.status is None and self._nodes.is_lost(self._node):
             self.status = LOST
         return self.status
 
     def terminate(self) -> None:
+        """Have the agent ask it to end."""
         self._nodes.order(self._node, StopOrder(self.key, kill=False))
 
     def kill(self) -> None:
+        """Have the agent end it, with all that it started."""
         self._nodes.order(self._node, StopOrder(self.key, kill=True))
 
     def failure(self) -> str:
+        """Why it ended, for a person."""
         lost = ", whose agent is silent," if self._nodes.is_lost(self._node) else ""
-        how = f"was ended by signal {-self.status}" if (self.status or 0) < 0 else f"ended with status {self.status}"
-        return f"{self.name} on {self._node.host}{lost} {how}; the end of {self.command.log_file}:\n{log_tail(self.command.log_file)}"
+        status = self.status or 0
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        log = self.command.log_file
+        return f"{self.name} on {self._node.host}{lost} {how}; the end of {log}:\n{log_tail(log)}"
 
 
 class Nodes:
-    """wanted: how many nodes there have to be of each role. patience_s: how long an agent may be silent."""
+    """The nodes of a job, by role and index.
 
-    def __init__(self, wanted: Mapping[str, int], *, patience_s: float = 45.0, clock: Callable[[], float] = time.monotonic):
+    Args:
+        wanted: Number of nodes of each role.
+        patience_s: How long an agent may be silent.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, wanted: Mapping[str, int], *, patience_s: float = 45.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._wanted, self._patience_s, self._clock = dict(wanted), patience_s, clock
         self._nodes: dict[tuple[str, int], Node] = {}
         self._processes: dict[str, RemoteProcess] = {}
@@ -82,21 +97,24 @@ class Nodes:
 
     @property
     def handlers(self) -> dict[str, tuple[type, Callable]]:
+        """Route to message type and handler."""
         return {"/node": (NodeRequest, self.on_node), "/node/ended": (ProcessEnded, self.on_ended)}
 
     async def wait_until_joined(self, timeout_s: float) -> None:
-        """Until every node is there. Raises ProcessError that names those that are not."""
+        """Until every node has joined. Raises ProcessError that names those that have not."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: not self._missing())
         except TimeoutError:
             raise ProcessError(
-                f"within {timeout_s:g} s (slurm.join_timeout_s) these nodes have not joined: {', '.join(self._missing())}; see logs/agent-*.log, "
-                "and the job's own log if there is none: then the node could not start it, or does not see the run's folder"
+                f"within {timeout_s:g} s (slurm.join_timeout_s) these nodes have not joined: {', '.join(self._missing())}; see "
+                "logs/agent-*.log. Where that is missing, see the job's own log: the node could not start the agent, or "
+                "does not see "
+                "the run's folder"
             ) from None
 
     def node(self, role: str, index: int) -> Node:
-        """Raises ProcessError for one that is not, or no longer, there."""
+        """Raises ProcessError for one that has not joined, or is lost."""
         node = self._nodes.get((role, index))
         if node is None or self.is_lost(node):
             raise ProcessError(
@@ -105,7 +123,7 @@ class Nodes:
         return node
 
     def start(self, node: Node, command: Command) -> RemoteProcess:
-        """Have the agent start it; what cannot be started ends at once, with the reason in its log."""
+        """Have the agent start the command; one that cannot be started ends at once, with the reason in its log."""
         process = RemoteProcess(self, node, len(self._processes), command)
         self._processes[process.key] = process
         self.order(
@@ -117,17 +135,20 @@ class Nodes:
         return process
 
     def order(self, node: Node, order: StartOrder | StopOrder) -> None:
+        """Queue an order for the node's agent."""
         node.orders.append(order)
-        asyncio.get_running_loop().create_task(self._tell())
+        asyncio.get_running_loop().create_task(self._notify())
 
     def is_lost(self, node: Node) -> bool:
+        """Whether its agent has been silent for too long."""
         return self._clock() - node.heard_at > self._patience_s
 
     async def on_node(self, request: NodeRequest) -> NodeOrders:
+        """An agent joins, or asks for its next orders."""
         place = (request.role, request.index)
         if place not in self._nodes:
             self._nodes[place] = Node(request.role, request.index, request.host, request.address, request.devices)
-            await self._tell()
+            await self._notify()
         node = self._nodes[place]
         node.free_ports, node.heard_at = list(request.free_ports), self._clock()
         try:
@@ -139,13 +160,17 @@ class Nodes:
         return NodeOrders(tuple(node.orders[request.num_done :]), leave=self._over)
 
     async def on_ended(self, ended: ProcessEnded) -> Ack:
+        """An agent reports the end of a process."""
         if process := self._processes.get(ended.process):
             process.status = ended.status
-        await self._tell()
+        await self._notify()
         return Ack()
 
     async def stop(self, processes: Sequence[RemoteProcess], grace_s: float) -> None:
-        """Ask them to end, kill what is left after grace_s, and return when none runs, or after as long again: then the job will end it."""
+        """Ask them to end, kill the rest after grace_s, and return when none runs or grace_s later.
+
+        The end of the job ends it then.
+        """
         for ending in (RemoteProcess.terminate, RemoteProcess.kill):
             for process in _running(processes):
                 ending(process)
@@ -156,16 +181,16 @@ class Nodes:
                 continue
 
     async def end(self, grace_s: float) -> None:
-        """Stop all processes and let the agents go."""
+        """Stop all processes and tell the agents to exit."""
         await self.stop(list(self._processes.values()), grace_s)
         self._over = True
-        await self._tell()
+        await self._notify()
 
     def _missing(self) -> list[str]:
         places = [(role, index) for role, count in self._wanted.items() for index in range(count)]
         return [f"{role} {index}" for role, index in places if (role, index) not in self._nodes]
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 

@@ -16,7 +16,7 @@ _RANGE = range(20000, 32768)
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """`count` different ports that nobody listens on now, drawn at random, so that two programs hardly draw the same."""
+    """`count` different ports that nobody listens on now, chosen at random, so that two programs hardly choose the same."""
     ports: list[int] = []
     for port in random.sample(_RANGE, len(_RANGE)):
         if len(ports) == count:
@@ -33,7 +33,7 @@ def check_host(host: str, wanted_for: str) -> None:
         check_port(host, 0, wanted_for)
     except PortError as error:
         raise PortError(
-            f"{wanted_for} = '{host}': not an address of this machine ({error.__cause__}); 127.0.0.1 is one"
+            f"{wanted_for} = '{host}': is not an address of this machine ({error.__cause__}); use 127.0.0.1, for example"
         ) from error
 
 
@@ -45,5 +45,5 @@ def check_port(host: str, port: int, wanted_for: str) -> None:
             s.bind((host, port))
         except OSError as error:
             raise PortError(
-                f"{wanted_for}: {host}:{port} cannot be listened on ({error.strerror}); choose another, or 0 for a free one"
+                f"{wanted_for}: {host}:{port} is not free to listen on ({error.strerror}); choose another, or 0 for a free one"
             ) from error

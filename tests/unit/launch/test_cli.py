@@ -1,5 +1,7 @@
-"""What a user sees: help that teaches, a dry run that starts nothing, and errors that name value, rule and remedy before any
-work."""
+"""What a user sees.
+
+Help that teaches, a dry run that starts nothing, and errors that name value, rule and remedy before any work.
+"""
 
 import json
 import socket

@@ -1,5 +1,7 @@
-"""What a job's nodes are told to start: which process on which node, with which GPUs and variables. The agents are this test's
-requests."""
+"""What a job's nodes are told to start: which process on which node, with which GPUs and variables.
+
+The agents are this test's requests.
+"""
 
 import asyncio
 from pathlib import Path

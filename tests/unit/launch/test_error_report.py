@@ -12,11 +12,16 @@ from megatron_rl.launch.cli import app
 from megatron_rl.launch.error_report import reporting_errors
 
 
-def ended(capsys, error: BaseException, run: RunFolder | None = None) -> tuple[int, str]:
-    """Exit status and what the terminal shows."""
-    with pytest.raises(typer.Exit) as caught, reporting_errors() as report:
+def fail(error: BaseException, run: RunFolder | None) -> None:
+    with reporting_errors() as report:
         report.run = run
         raise error
+
+
+def ended(capsys, error: BaseException, run: RunFolder | None = None) -> tuple[int, str]:
+    """Exit status and what the terminal shows."""
+    with pytest.raises(typer.Exit) as caught:
+        fail(error, run)
     return caught.value.exit_code, capsys.readouterr().err
 
 
@@ -43,7 +48,7 @@ def test_an_unexpected_error_is_one_line_and_its_traceback_is_in_the_runs_log(ca
     assert text == f"megatron-rl: unexpected KeyError: 'layers'. Traceback: {run.logs / 'error.log'}\n"
     ended(capsys, ZeroDivisionError("by zero"), run)
     log = (run.logs / "error.log").read_text()
-    assert "KeyError: 'layers'" in log and "ZeroDivisionError: by zero" in log and "in ended" in log
+    assert "KeyError: 'layers'" in log and "ZeroDivisionError: by zero" in log and "in fail" in log
     run.config_file.touch()
     assert "ZeroDivisionError" in CliRunner().invoke(app, ["logs", str(run.path), "error"]).output
 
@@ -53,7 +58,7 @@ def test_without_a_run_the_traceback_is_in_a_temporary_file(capsys, tmp_path, mo
     for run in (None, RunFolder(tmp_path / "nowhere")):
         _, text = ended(capsys, KeyError("layers"), run)
         file = Path(text.rpartition("Traceback: ")[2].strip())
-        assert file.parent == tmp_path and "in ended" in file.read_text() and file.stat().st_mode & 0o077 == 0
+        assert file.parent == tmp_path and "in fail" in file.read_text() and file.stat().st_mode & 0o077 == 0
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -63,7 +68,7 @@ def test_where_no_file_can_be_written_the_traceback_is_shown(capsys, monkeypatch
 
     monkeypatch.setattr("tempfile.mkstemp", full)
     _, text = ended(capsys, KeyError("layers"))
-    assert "unexpected KeyError" in text and "in ended" in text
+    assert "unexpected KeyError" in text and "in fail" in text
 
 
 def test_ctrl_c_and_a_closed_pipe_are_not_reported():

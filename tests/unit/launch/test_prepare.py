@@ -15,16 +15,28 @@ from megatron_rl.records import ModelContract, read_model_contract
 from megatron_rl.tasks import TaskError
 
 MODEL = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
 
 
 def config(model: Path) -> Config:
-    return Config.model_validate({
-        "run": {"name": "r", "steps": 1}, "model": {"path": model, "max_sequence_length": 64}, "task": {"name": "products"},
-        "rollouts": {"max_new_tokens": 8},
-    })  # fmt: skip
+    return Config.model_validate(
+        {
+            "run": {"name": "r", "steps": 1},
+            "model": {"path": model, "max_sequence_length": 64},
+            "task": {"name": "products"},
+            "rollouts": {"max_new_tokens": 8},
+        }
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -55,9 +67,12 @@ def test_servers_with_nvfp4_layers_get_a_config_that_says_so(tmp_path: Path, act
         prepare(quantised, run)
     whole, described = (json.loads((folder / "config.json").read_text()) for folder in (run.model, run.nvfp4_model))
     assert "quantization_config" not in whole and described.pop("quantization_config") == {
-        "quant_method": "modelopt", "quant_algo": algorithm, "group_size": 16, "config_groups": ANY,
+        "quant_method": "modelopt",
+        "quant_algo": algorithm,
+        "group_size": 16,
+        "config_groups": ANY,
         "ignore": ["lm_head", *(f"model.layers.0.self_attn.{name}_proj" for name in "qkvo")],
-    }  # fmt: skip
+    }
     assert described == whole and not list(run.nvfp4_model.glob("*.safetensors"))
     for device, folder in (("cuda", run.nvfp4_model), ("cpu", run.model)):
         of = Config.model_validate(

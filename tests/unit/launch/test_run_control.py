@@ -23,9 +23,17 @@ def folder_with(tmp_path, **changes) -> RunFolder:
     folder.logs.mkdir(parents=True)
     (folder.logs / "events.log").write_text("checkpoint: step 3\n")
     values = {
-        "host": socket.gethostname(), "pid": os.getpid(), "running": True, "step": 3, "steps": 7, "version": 2,
-        "servers": {"http://127.0.0.1:1": "ready"}, "stopping": False, "failure": "", "written_at": time.time(),
-    } | changes  # fmt: skip
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "running": True,
+        "step": 3,
+        "steps": 7,
+        "version": 2,
+        "servers": {"http://127.0.0.1:1": "ready"},
+        "stopping": False,
+        "failure": "",
+        "written_at": time.time(),
+    } | changes
     write_atomically(folder.status_file, encode(RunStatus(**values)))
     return folder
 
@@ -103,8 +111,7 @@ def test_stop_on_another_machine_is_refused(tmp_path):
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """Stand-ins for squeue, which says that job 12 is in the state given, and scancel, which keeps its words in a file that is
-    returned."""
+    """Stand-ins for squeue, which reports this state of job 12, and scancel, which keeps its arguments in the file returned."""
 
     def stand_in(state: str) -> Path:
         folder = tmp_path / "bin"

@@ -1,5 +1,7 @@
-"""What slurm/ offers to copy works with this program: profiles make a batch script, job scripts call commands and options that
-exist."""
+"""What slurm/ offers to copy works with this program.
+
+Profiles make a batch script, job scripts call commands and options that exist.
+"""
 
 import re
 import shlex

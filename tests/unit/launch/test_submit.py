@@ -1,5 +1,7 @@
-"""`megatron-rl launch` up to what sbatch gets, and what is refused before that. Not proved here: that Slurm takes it
-(tests/e2e)."""
+"""`megatron-rl launch` up to what sbatch gets, and what is refused before that.
+
+Not proved here: that Slurm takes it (tests/e2e).
+"""
 
 import json
 import os
@@ -166,7 +168,7 @@ def test_a_bad_profile_is_named(tmp_path, text, expected):
         (["--slurm.trainer.nodes", "3"], "layout.world_size = 2 is not a multiple of slurm.trainer.nodes = 3"),
         ([*GPUS, "--layout.world_size", "16"], "above slurm.trainer.nodes x gpus_per_node = 1 x 8 = 8"),
         (["--slurm.rollouts.nodes", "2"], "servers.count = 1 is below slurm.rollouts.nodes = 2"),
-        ([*GPUS, "--servers.tensor", "16"], "a server lies on one node"),
+        ([*GPUS, "--servers.tensor", "16"], "a server is on one node"),
         ([*GPUS, "--servers.count", "3", "--servers.tensor", "4"], "1 nodes of 8 GPUs hold 2"),
         (["--servers.first_port", "8000"], "on a cluster servers take free ports"),
         (["--slurm.trainer.gpus_per_node", "8"], "either both roles have GPUs or neither"),
@@ -176,7 +178,7 @@ def test_a_bad_profile_is_named(tmp_path, text, expected):
         (["--slurm.account", "a b; $(touch x)"], "slurm.account"),
         (["--slurm.arguments", '["--nice", "--comment=a b"]'], "slurm.arguments"),
         (["--slurm.trainer.gpus", "8"], "slurm.trainer.gpus: unknown key; this section has: nodes, gpus_per_node"),
-        (["--sweep", "optimizer.learning_rate=3"], "written as --sweep"),
+        (["--sweep", "optimizer.learning_rate=3"], "write --sweep"),
         (["--sweep", "optimizer.learning_rat=[3.0]"], "did you mean learning_rate?"),
         (["--resume"], "holds no run to resume"),
     ],

@@ -1,5 +1,7 @@
-"""The package works from a wheel, without the repository: its data files are in it, and `launch` prints the batch script from
-elsewhere."""
+"""The package works from a wheel, without the repository.
+
+Its data files are in it, and `launch` prints the batch script from elsewhere.
+"""
 
 import os
 import shutil
@@ -14,8 +16,10 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """An empty folder with nothing but the package, installed from its wheel, which is built from a copy: building writes into
-    the sources."""
+    """An empty folder with nothing but the package, installed from its wheel, which is built from a copy.
+
+    Building writes into the sources.
+    """
     sources, wheels, target = (tmp_path_factory.mktemp(name) for name in ("sources", "wheels", "target"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, sources)

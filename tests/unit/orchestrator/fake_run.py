@@ -27,23 +27,25 @@ from megatron_rl.wire.control import (
     WorkRequest,
     decode,
     encode,
-)  # fmt: skip
+)
 
 KEY = "k"
 
 
 def config(tmp_path: Path, **rollouts) -> Config:
-    return Config.model_validate({
-        "run": {"name": "t", "folder": str(tmp_path), "steps": 6},
-        "model": {"architecture": {"model_type": "qwen3_moe"}, "dtype": "float32", "max_sequence_length": 64},
-        "task": {"name": "chain_sum"},
-        "rollouts": {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 8, "max_staleness": 1, **rollouts},
-        "checkpoint": {"every": 2, "keep": 2},
-    })  # fmt: skip
+    return Config.model_validate(
+        {
+            "run": {"name": "t", "folder": str(tmp_path), "steps": 6},
+            "model": {"architecture": {"model_type": "qwen3_moe"}, "dtype": "float32", "max_sequence_length": 64},
+            "task": {"name": "chain_sum"},
+            "rollouts": {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 8, "max_staleness": 1, **rollouts},
+            "checkpoint": {"every": 2, "keep": 2},
+        }
+    )
 
 
 class Recorder:
-    def __init__(self):
+    def __init__(self) -> None:
         self.events, self.steps, self.batches = [], [], []
 
     def batch(self, summary, examples):
@@ -72,7 +74,7 @@ class FakeServer:
 class FakeChild:
     """A process that ends when it is told."""
 
-    def __init__(self, name):
+    def __init__(self, name) -> None:
         self.name, self.status = name, None
 
     def poll(self):
@@ -85,7 +87,7 @@ class FakeChild:
 class FakeRun:
     """An orchestrator with servers that are healthy at once, behind the real HTTP application."""
 
-    def __init__(self, tmp_path, cfg, num_servers=2, state=None, step=0):
+    def __init__(self, tmp_path, cfg, num_servers=2, state=None, step=0) -> None:
         self.cfg, self.folder = cfg, RunFolder(tmp_path / "t")
         self.folder.create(cfg)
         self.servers: list[FakeServer] = []

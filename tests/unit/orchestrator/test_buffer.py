@@ -148,8 +148,10 @@ def test_json_keeps_the_finished_groups_and_the_step():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_simulated_run_keeps_the_bound_and_discards_nothing(seed):
-    """Groups of very uneven duration, updates in flight, failures: every batch is within the bound and nothing grows stale in the
-    buffer."""
+    """Groups of very uneven duration, updates in flight, failures.
+
+    Every batch is within the bound and nothing grows stale in the buffer.
+    """
     rng = random.Random(seed)
     per_step, bound = rng.randint(1, 5), rng.randint(0, 4)
     buffer = GroupBuffer(prompts_per_step=per_step, max_staleness=bound)

@@ -24,7 +24,7 @@ SHORT_CHECKS = replace(QUICK, start_timeout_s=1.0, check_timeout_s=0.05)
 
 
 class FakeServer:
-    def __init__(self, url: str):
+    def __init__(self, url: str) -> None:
         self.url, self.code, self.healthy, self.stopped = url, None, True, False
 
     def poll(self) -> int | None:
@@ -38,7 +38,7 @@ class FakeServer:
 class FakeServers:
     """Starts fake servers; `starts[slot]` are those of one slot in order."""
 
-    def __init__(self, count: int = 1, limits: FleetLimits = QUICK, prepare=lambda server, start: None):
+    def __init__(self, count: int = 1, limits: FleetLimits = QUICK, prepare=lambda server, start: None) -> None:
         self.starts: list[list[FakeServer]] = [[] for _ in range(count)]
         self.prepare = prepare
         self.fleet = Fleet(count, self.start, self.check, limits)

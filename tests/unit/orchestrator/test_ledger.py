@@ -12,10 +12,10 @@ def test_life_of_a_prompt():
     ledger = Ledger(max_attempts=2)
     assert ledger.draw() == Draw(0, 0) and ledger.draw() == Draw(1, 0)
     ledger.finish(1, [4, 5])
-    assert ledger.fate(0) == "sampling" and ledger.fate(1) == "buffered"
+    assert ledger.outcome(0) == "sampling" and ledger.outcome(1) == "buffered"
     ledger.plan([1], step=3)
     assert ledger.trained(3) == 1
-    assert ledger.fate(1) == "trained at step 3"
+    assert ledger.outcome(1) == "trained at step 3"
     assert ledger.summary() == {
         "drawn": 2,
         "trained": 1,
@@ -34,7 +34,7 @@ def test_faults_are_bounded_and_the_prompt_is_drawn_again_first():
     assert ledger.discard(1, "contract", [30]) and ledger.discard(0, "server")
     assert [ledger.draw(), ledger.draw(), ledger.draw()] == [Draw(0, 1), Draw(1, 1), Draw(2, 0)]
     assert not ledger.discard(1, "reward")
-    assert ledger.fate(1) == "dropped: reward"
+    assert ledger.outcome(1) == "dropped: reward"
     assert ledger.dropped == {"reward": 1} and ledger.discarded == {"contract": 1, "server": 1, "reward": 1}
     assert ledger.discarded_lengths.mean == 30
 
@@ -54,7 +54,7 @@ def test_a_hopeless_prompt_is_dropped_at_once():
     ledger = Ledger(max_attempts=9)
     ledger.draw()
     assert not ledger.discard(0, "prompt")
-    assert ledger.fate(0) == "dropped: prompt"
+    assert ledger.outcome(0) == "dropped: prompt"
 
 
 @pytest.mark.parametrize(
@@ -140,5 +140,5 @@ def test_many_prompts_stay_small():
         ledger.plan(indices, step)
         ledger.trained(step)
     ledger.check()
-    assert ledger.drawn == 200_000 and ledger.fate(199_999) == "trained at step 24999"
+    assert ledger.drawn == 200_000 and ledger.outcome(199_999) == "trained at step 24999"
     assert len(json.dumps(ledger.to_json())) < 200_000

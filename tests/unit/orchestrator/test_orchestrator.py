@@ -18,7 +18,7 @@ from megatron_rl.wire.control import (
     WorkOrder,
     WorkRequest,
     encode,
-)  # fmt: skip
+)
 from tests.unit.orchestrator.fake_run import FakeRun, config, sampled
 
 
@@ -88,7 +88,7 @@ def test_failed_groups_are_drawn_again_and_given_up_after_max_attempts(tmp_path)
     ledger = fake.orchestrator.context.state.ledger
     ledger.check()
     assert fake.observer.steps == list(range(6))
-    assert ledger.dropped["contract"] >= 3 and ledger.fate(0) == "dropped: contract"
+    assert ledger.dropped["contract"] >= 3 and ledger.outcome(0) == "dropped: contract"
     assert ledger.discarded["contract"] >= 2 * ledger.dropped["contract"]
     assert any("a repeated expert" in event for event in fake.observer.events)
 
@@ -191,7 +191,7 @@ def test_what_a_server_that_fails_its_probe_has_sampled_is_not_trained(tmp_path)
         late = o.context.state.begin(urls[0], 1)
         await probe(1, off=urls[0])
         await o.workers.on_group(GroupReport("w", sampled(fake, late)))  # of a server that is quarantined by now
-        stages = {index: o.context.state.ledger.fate(index) for index in (*kept, lost, also_kept, late.prompt_index)}
+        stages = {index: o.context.state.ledger.outcome(index) for index in (*kept, lost, also_kept, late.prompt_index)}
         assert [stages[index] for index in (*kept, also_kept)] == ["buffered"] * 3
         assert stages[lost] == stages[late.prompt_index] == "waiting"
 

@@ -1,5 +1,7 @@
-"""What the orchestrator does after a trainer's death, a stop, a bad disk or a damaged file: nothing is lost, nothing is done
-twice."""
+"""What the orchestrator does after a trainer's death, a stop, a bad disk or a damaged file.
+
+Nothing is lost, nothing is done twice.
+"""
 
 import asyncio
 import errno
@@ -243,5 +245,5 @@ def test_finished_groups_whose_payloads_are_gone_are_drawn_again(tmp_path):
     there = fake.folder.path / "spool" / "rollouts" / "g0000001a0.safetensors"
     there.touch()
     resumed = FakeRun(tmp_path, fake.cfg, state=RunState.from_json(fake.cfg, json.loads(json.dumps(state.to_json()))))
-    assert [resumed.orchestrator.context.state.ledger.fate(index) for index in (0, 1)] == ["waiting", "buffered"]
+    assert [resumed.orchestrator.context.state.ledger.outcome(index) for index in (0, 1)] == ["waiting", "buffered"]
     assert "1 finished group of the checkpoint will be sampled again: no payload in" in resumed.observer.events[-1]

@@ -14,7 +14,7 @@ SECTIONS = {"run": {"name": "t", "steps": 6}, "model": {"path": "/m"}, "task": {
 
 
 class FakeFleet:
-    def __init__(self):
+    def __init__(self) -> None:
         self.servers = [Server(0, "ready", "http://s0"), Server(1, "ready", "http://s1")]
         self.removed = []
 

@@ -47,11 +47,11 @@ def test_it_names_who_waits_for_whom():
     clock.now += 40
     message = stall()
     assert (
-        "the trainer, at step 4, waits for an order, for 70 s; "
-        "of its next batch 0 groups are finished, a step takes 3, 1 are in flight" in message
+        "the trainer, at step 4, waits for an order, for 70 s; for its next batch 0 groups of the 3 that a step takes are "
+        "finished, 1 in flight" in message
     )
-    assert "worker node7-12 was last heard 70 s ago" in message
-    assert "server 0 at http://s0 is ready, holds version 4, owes 1 groups" in message
+    assert "worker node7-12 sent its last message 70 s ago" in message
+    assert "server 0 at http://s0 is ready, holds version 4, samples 1 group" in message
     assert "server 1 at (starting) is starting, holds no known version" in message
 
 

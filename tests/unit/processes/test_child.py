@@ -99,8 +99,8 @@ def test_a_child_whose_parent_is_killed_before_it_runs_its_program_dies_too(tmp_
     log = tmp_path / "c.log"  # the child's standard output, also before exec
     code = (
         "import os, pathlib, signal, time\nimport megatron_rl.processes.child as c\nreal = c.kill_with_parent\n"
-        "def slowly(*signals):\n    mend = real(*signals)\n    def hook():\n"
-        "        mend()\n        os.write(1, b'%d\\n' % os.getpid())\n"
+        "def slowly(*signals):\n    restore = real(*signals)\n    def hook():\n        restore()\n"
+        "        os.write(1, b'%d\\n' % os.getpid())\n"
         "        end = time.monotonic() + 1\n        while time.monotonic() < end: pass\n    return hook\n"
         "c.kill_with_parent = slowly\nsignal.signal(signal.SIGTERM, lambda *_: None)\n"
         f"c.Child(c.Command('c', ['sleep', '60'], pathlib.Path({str(log)!r})))"

@@ -1,5 +1,7 @@
-"""Processes on other nodes: real agents of this machine, which speak HTTP with the orchestrator's side. Not proved here: Slurm
-(tests/e2e)."""
+"""Processes on other nodes: real agents of this machine, which speak HTTP with the orchestrator's side.
+
+Not proved here: Slurm (tests/e2e).
+"""
 
 import asyncio
 import contextlib
