@@ -115,7 +115,7 @@ def test_a_job_whose_time_ends_requeues_itself_and_comes_to_the_same_end(submitt
     key = key_of(process_of(job.folder.path, "megatron_rl.trainer", rank=0))
     job.signal("USR1")
     assert eventually(lambda: "the orchestrator ended with status 75" in job.log, START_S), job.log
-    assert said(job.folder.logs / "events.log", "SIGUSR1: the step under way is finished and saved")
+    assert said(job.folder.logs / "events.log", "SIGUSR1: the step in progress is finished and saved")
     status = run([*PROGRAM, "status", str(job.folder.path)]).stdout
     assert "stopped" in status and f"job {job.number}: PENDING" in status, status
     job.wait()

@@ -1,4 +1,4 @@
-"""A checkpoint that is not what was written is named and put aside, and the one before it is taken."""
+"""A checkpoint that is not what was written is named and renamed, and the one before it is used."""
 
 import json
 import shutil
@@ -45,15 +45,18 @@ def flip_a_digit(file) -> None:
 
 BREAKS = {
     "no orchestrator.json": (lambda f: (f / "orchestrator.json").unlink(), r"orchestrator\.json: cannot be read \(No such file"),
-    "half orchestrator.json": (lambda f: cut(f / "orchestrator.json", 0.5), r"orchestrator\.json: not a whole state of a run"),
-    "empty orchestrator.json": (lambda f: cut(f / "orchestrator.json", 0.0), r"orchestrator\.json: not a whole state of a run"),
+    "half orchestrator.json": (lambda f: cut(f / "orchestrator.json", 0.5), r"orchestrator\.json: not a complete state"),
+    "empty orchestrator.json": (
+        lambda f: cut(f / "orchestrator.json", 0.0),
+        r"orchestrator\.json: not a complete state of a run",
+    ),
     "another digit": (
         lambda f: flip_a_digit(f / "orchestrator.json"),
-        r"orchestrator\.json: its content is not what was written",
+        r"orchestrator\.json: its content differs from what was written",
     ),
     "half tensors": (
         lambda f: cut(f / "engine" / "__0_0.distcp", 0.5),
-        r"step_000004: engine/__0_0\.distcp has 502 bytes, and was written with 1004",
+        r"step_000004: engine/__0_0\.distcp has 502 bytes; 1004 were written",
     ),
     "no tensors": (lambda f: shutil.rmtree(f / "engine"), r"engine/__0_0\.distcp has no bytes"),
 }
@@ -70,7 +73,7 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_is_taken(folder, kind):
     said = []
     state, step = restore(CONFIG, folder, said.append)
     assert step == 2 and state.ledger.drawn == 2
-    assert "put aside as broken_step_000004, and the checkpoint before it is taken" in said[0]
+    assert "renamed to broken_step_000004, and the checkpoint before it is used" in said[0]
     assert folder.latest_checkpoint() == (2, folder.checkpoint(2))  # what the trainer's ranks take
     assert (folder.checkpoints / "broken_step_000004").is_dir()  # nothing is thrown away
 

@@ -104,7 +104,7 @@ def test_restarts_are_bounded():
     async def scenario(servers):
         events = await servers.next_events(4)
         assert [e.kind for e in events] == ["left", "left", "left", "given_up"]
-        assert events[0].reason == "ended with exit code 1 while starting" and "2 restarts are used up" in events[-1].reason
+        assert events[0].reason == "ended with exit code 1 while starting" and "2 restarts are used" in events[-1].reason
         assert servers.fleet.servers[0].state == "given_up" and len(servers.starts[0]) == 3
 
     play(scenario, FakeServers(prepare=lambda server, start: setattr(server, "code", 1) or setattr(server, "healthy", False)))
@@ -143,7 +143,7 @@ def test_hanging_health_checks_end_the_server():
         await servers.next_events(1)
         servers.starts[0][0].healthy = "hangs"
         (left,) = await servers.next_events(1)
-        assert left.reason == "failed 2 health checks in a row, the last by: no answer within 0.05 s"
+        assert left.reason == "failed 2 health checks in a row, the last with: no answer within 0.05 s"
 
     play(scenario, FakeServers(limits=SHORT_CHECKS))
 
@@ -160,7 +160,7 @@ def test_failed_groups_in_a_row_quarantine_although_the_check_passes():
         servers.fleet.group_failed("http://slot0:0", "timeout")
         servers.fleet.group_failed("http://slot0:0", "timeout")
         (left,) = await servers.next_events(1)
-        assert left.reason == "2 groups in a row failed, the last by: timeout"
+        assert left.reason == "2 groups in a row failed, the last with: timeout"
 
     play(scenario, FakeServers())
 

@@ -64,7 +64,7 @@ def test_a_hopeless_prompt_is_dropped_at_once():
         (lambda led: led.plan([0], 1), "cannot plan prompt 0: it is 'trained at step 0'"),
         (lambda led: led.discard(0, "stale"), "cannot discard prompt 0"),
         (lambda led: led.trained(0), "step 0 is reported as trained"),
-        (lambda led: led.plan([1], 1), "it is 'sampling', and has to be buffered"),
+        (lambda led: led.plan([1], 1), "it is 'sampling', not buffered"),
         (lambda led: led.finish(7, [1]), "prompt 7 was never drawn"),
     ],
 )

@@ -64,8 +64,8 @@ def test_what_the_fleet_refuses_comes_back_with_its_reason(folder, fleet):
         ask(folder, ServersRequest("remove", which=("0", "1")))
 
 
-def test_a_run_that_does_not_answer_is_said_and_nothing_is_left_for_its_next_life(folder):
-    with pytest.raises(RequestError, match="has not answered within 0.3 s: megatron-rl status says whether it runs"):
+def test_a_run_that_does_not_answer_is_reported_and_nothing_is_left_for_its_next_start(folder):
+    with pytest.raises(RequestError, match="has not answered within 0.3 s: `megatron-rl status .*` shows whether it runs"):
         ask(folder, ServersRequest("add", count=1), timeout_s=0.3)
     assert list(folder.requests.iterdir()) == []
 
