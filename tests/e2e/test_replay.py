@@ -74,7 +74,7 @@ def test_a_byte_of_a_checkpoint_that_a_disk_has_changed_is_found_and_its_tensor_
 
 def test_a_step_before_which_no_state_is_known_is_refused_with_those_that_are(recorded):
     refused = replay(recorded.path, "--from-step", "1")
-    assert refused.returncode == 2 and "can be replayed from 0, 2" in refused.stderr
+    assert refused.returncode == 2 and "can be rerun from 0, 2" in refused.stderr
     too_many = replay(recorded.path, "--from-step", "2", "--steps", "2")
     assert too_many.returncode == 2 and "1 recorded steps in a row" in too_many.stderr
 

@@ -103,7 +103,7 @@ def test_a_model_of_random_weights_has_no_chat_template() -> None:
     plain = config(Path("m"))
     random = plain.model_copy(update={"model": plain.model.model_copy(update={"path": None, "architecture": MODEL})})
     prepare(random, None)
-    with pytest.raises(ConfigError, match="no chat template; set it to false"):
+    with pytest.raises(ConfigError, match="without a chat template; set it to false"):
         prepare(with_chat_template(random), None)
 
 

@@ -31,8 +31,8 @@ def test_a_run_begins_at_its_start_and_at_whole_checkpoints_that_a_recorded_step
 @pytest.mark.parametrize(
     ("first", "steps", "message"),
     [
-        (3, None, "can be replayed from 2, 4"),
-        (0, None, "can be replayed from 2, 4"),
+        (3, None, "can be rerun from 2, 4"),
+        (0, None, "can be rerun from 2, 4"),
         (4, 3, "there are 2 recorded steps in a row; ask for 1 to 2"),
     ],
 )

@@ -70,7 +70,9 @@ def test_a_damaged_status_is_named(tmp_path, content):
     folder.status_file.write_bytes(content)
     for command in ("status", "stop"):
         result = invoke(command, folder)
-        assert result.exit_code == 2 and f"{folder.status_file} is damaged" in result.output and "delete it" in result.output
+        assert (
+            result.exit_code == 2 and f"{folder.status_file} is damaged" in result.output and "delete the file" in result.output
+        )
 
 
 def test_logs_of_no_run(tmp_path):
@@ -82,7 +84,10 @@ def test_servers_of_a_run_that_does_not_go_on_are_not_changed(tmp_path):
     folder = folder_with(tmp_path, running=False)
     for words in (["add", str(folder.path)], ["remove", str(folder.path), "0"]):
         result = CliRunner().invoke(app, ["servers", *words])
-        assert result.exit_code == 2 and "does not run: servers.count is how many it starts with" in result.output
+        assert (
+            result.exit_code == 2
+            and "is not running: set servers.count, the number of servers that it starts with" in result.output
+        )
 
 
 def test_stop_reaches_the_process_that_the_status_names(tmp_path):
