@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.reader import load_config, to_toml
 from megatron_rl.config.tree import Config
+from megatron_rl.errors import accessing
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ class RunFolder:
 
     def make(self) -> None:
         """Creates the empty folder, readable by the user alone."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        with accessing(self.path, "choose another run.folder or run.name"):
+            self.path.mkdir(parents=True, exist_ok=True)
         self.path.chmod(0o700)  # also where it existed: its content is nobody else's to read
 
     def create(self, config: Config) -> None:

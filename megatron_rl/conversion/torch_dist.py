@@ -126,7 +126,10 @@ def read_torch_dist(folder: Path) -> dict[str, StoredArray]:
     """
     if not (folder / SEAL).is_file():
         raise CheckpointError(f"{folder} is not a complete Megatron checkpoint: it has no {SEAL}")
-    backend = json.loads((folder / SEAL).read_text()).get("sharded_backend")
+    try:
+        backend = json.loads((folder / SEAL).read_text()).get("sharded_backend")
+    except ValueError as error:
+        raise CheckpointError(f"{folder / SEAL}: not valid JSON ({error})") from error
     if backend != "torch_dist":
         raise CheckpointError(f"{folder} has format {backend!r}; only torch_dist can be read")
     try:

@@ -8,6 +8,7 @@ from megatron_rl.attribution.request import make_request
 from megatron_rl.attribution.run import run_attribution
 from megatron_rl.attribution.table import print_attribution
 from megatron_rl.config import RunFolder
+from megatron_rl.errors import accessing
 from megatron_rl.launch.local import checked_model
 from megatron_rl.metrics import wide_console
 
@@ -40,5 +41,6 @@ def attribute_and_print(
         found = run_attribution(request, status.update)
     print_attribution(found, console)
     if json_file is not None:
-        json_file.write_text(json.dumps(found.as_json(), indent=2) + "\n")
+        with accessing(json_file, "choose another file for --json"):
+            json_file.write_text(json.dumps(found.as_json(), indent=2) + "\n")
     return found.is_clean

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_rl.config import Config
+from megatron_rl.errors import accessing
 from megatron_rl.preflight.check import check
 from megatron_rl.preflight.table import print_report
 
@@ -22,5 +23,6 @@ def check_and_print(config: Config, *, fault: str | None, with_server: bool, jso
         report = check(config, fault=fault, with_server=with_server, announce=status.update)
     print_report(report, console)
     if json_file is not None:
-        json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+        with accessing(json_file, "choose another file for --json"):
+            json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     return not report.failed

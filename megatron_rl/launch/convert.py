@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pydantic import ValidationError
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_rl.config import RunFolder
+from megatron_rl.config import ConfigError, RunFolder
 from megatron_rl.config.sections import Precision
 from megatron_rl.conversion import QuantisedAs, hf_to_megatron, megatron_to_hf
 from megatron_rl.conversion.convert import Report
@@ -36,12 +37,13 @@ def quantised_as(source: Path, layout: str, modules: list[str] | None, exclude: 
     """
     run = RunFolder(source.resolve().parent.parent)
     section = run.config().precision if run.config_file.is_file() else Precision()
-    chosen = Precision.model_validate(
-        {
-            **section.model_dump(),
-            **{key: value for key, value in (("modules", modules), ("exclude", exclude)) if value is not None},
-        }
-    )
+    given = {key: value for key, value in (("modules", modules), ("exclude", exclude)) if value is not None}
+    try:
+        chosen = Precision.model_validate({**section.model_dump(), **given})
+    except ValidationError as error:
+        raise ConfigError(
+            "; ".join(f"--quantize-{f['loc'][0]}: {f['msg']}, found {f['input']!r}" for f in error.errors())
+        ) from error
     return QuantisedAs(stored_format(chosen, layout), tuple(chosen.modules), tuple(chosen.exclude))
 
 

@@ -1,12 +1,13 @@
 """How a command ends on an error: what the terminal shows, where the traceback is, and the exit status.
 
-UserError        its message                                                          status 2
-RunError         its message, and where the run's logs are                            status 1
+UserError        its message; likewise for a disk that is full or may not be written     status 2
+RunError         its message, and where the run's logs are                               status 1
 anything else    one line; the traceback is appended to RUN/logs/error.log, or is
-in a new file of the temporary folder where there is no run          status 1
+                 in a new file of the temporary folder where there is no run             status 1
 """
 
 import contextlib
+import errno
 import os
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import click
 import typer
@@ -24,6 +26,8 @@ from megatron_rl.errors import RunError, UserError
 
 USER_ERROR, FAILURE = 2, 1
 """Exit statuses. click, too, ends with 2 on an option that it does not know."""
+
+_DISK_FAULTS = {errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS}
 
 
 @dataclass
@@ -53,12 +57,25 @@ def reporting_errors(run: RunFolder | None = None) -> Iterator[ErrorReport]:
         logs = f"\nlogs: {report.run.logs}" if report.run and report.run.logs.is_dir() else ""
         _show(f"the run failed: {error}{logs}")
         raise typer.Exit(FAILURE) from error
-    except (ValueError, OSError) as error:  # until every error for a user is a UserError
-        _show(str(error))
+    except OSError as error:
+        if (message := disk_fault(error)) is None:
+            _end_unexpected(error, report.run)
+        _show(message)
         raise typer.Exit(USER_ERROR) from error
-    except Exception as error:
-        _show(f"unexpected {type(error).__name__}: {_first_line(error)}{_traceback_place(error, report.run)}")
-        raise typer.Exit(FAILURE) from error
+    except Exception as error:  # noqa: BLE001 - the outermost frame
+        _end_unexpected(error, report.run)
+
+
+def disk_fault(error: OSError) -> str | None:
+    """The message for a disk that is full or may not be written, which a user can fix; None for another error."""
+    if error.filename is None or error.errno not in _DISK_FAULTS:
+        return None
+    return f"{error.filename}: {error.strerror}"
+
+
+def _end_unexpected(error: Exception, run: RunFolder | None) -> NoReturn:
+    _show(f"unexpected {type(error).__name__}: {_first_line(error)}{_traceback_place(error, run)}")
+    raise typer.Exit(FAILURE) from error
 
 
 def _traceback_place(error: Exception, run: RunFolder | None) -> str:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.conversion.model_files import hf_config_of
+from megatron_rl.errors import accessing
 from megatron_rl.metrics import wide_console
 from megatron_rl.planner import Machine, ParameterCounts, Workload, balance, candidate_of, machine_named, workload_of
 from megatron_rl.planner.choice import write_choice
@@ -75,7 +76,8 @@ def measure_and_print(config: Config, out: Path | None) -> bool:
     if out is None:
         console.print(to_toml(machine), highlight=False, markup=False)
     else:
-        out.write_text(to_toml(machine))
+        with accessing(out, "choose another file for --machines"):
+            out.write_text(to_toml(machine))
         console.print(f"written: {out}; plan with it by --machines {out} --gpu-type {machine.name}")
     return all(comparison.is_good for comparison in comparisons if not comparison.case.fits)
 

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError, RunFolder, load_config
-from megatron_rl.conversion import CheckpointError, HfCheckpoint, make_random_model, open_checkpoint, table_of
+from megatron_rl.conversion import HfCheckpoint, make_random_model, open_checkpoint, table_of
 from megatron_rl.conversion.model_files import read_config, write_model_files
 from megatron_rl.conversion.outgoing import left_out
 from megatron_rl.errors import UserError
-from megatron_rl.launch.error_report import USER_ERROR
+from megatron_rl.launch.error_report import USER_ERROR, disk_fault
 from megatron_rl.precision import check_cuts, selection_of, stored_format
 from megatron_rl.records import write_model_contract
 from megatron_rl.tasks import TextEncoder
@@ -131,8 +131,13 @@ def main(arguments: list[str]) -> int:
     """The program; see the top of this file. Exit status USER_ERROR: the message on stderr is for the user."""
     try:
         described = prepare(load_config(Path(arguments[0])), RunFolder(Path(arguments[1])) if len(arguments) > 1 else None)
-    except (UserError, ValueError, CheckpointError, OSError) as error:
+    except UserError as error:
         print(error, file=sys.stderr)
+        return USER_ERROR
+    except OSError as error:
+        if (message := disk_fault(error)) is None:
+            raise
+        print(message, file=sys.stderr)
         return USER_ERROR
     print(json.dumps(described))
     return 0

@@ -30,7 +30,14 @@ def call_slurm(*argv: str) -> str:
 
 def job_of(folder: RunFolder) -> Job | None:
     """None: the run was started by `megatron-rl train`."""
-    return decode(folder.job_file.read_bytes(), Job) if folder.job_file.exists() else None
+    if not folder.job_file.exists():
+        return None
+    try:
+        return decode(folder.job_file.read_bytes(), Job)
+    except ValueError as error:
+        raise ConfigError(
+            f'{folder.job_file} is damaged: it has to name the Slurm job of the run, as {{"number": "4711"}}'
+        ) from error
 
 
 def job_state(job: Job) -> str | None:

@@ -10,13 +10,14 @@ from rich.console import Console
 
 from megatron_rl.config.folder import RunFolder
 from megatron_rl.config.tree import Config
+from megatron_rl.errors import UserError
 from megatron_rl.metrics.console import open_display
 from megatron_rl.metrics.examples import ExamplesWriter
 from megatron_rl.metrics.rows import JsonLines, Phase, Row
 from megatron_rl.metrics.tensorboard import TensorBoardFile
 
 
-class SinkError(ValueError):
+class SinkError(UserError, ValueError):
     """A sink that the config asks for and that cannot be opened."""
 
 

@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from plotly.offline import get_plotlyjs
 
 from megatron_rl.config import RunFolder
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, accessing
 from megatron_rl.metrics import Row, damaged_lines, read_rows, summarise_run
 from megatron_rl.metrics.catalogue import PANELS
 from megatron_rl.report.figures import colours, figure, trainer_waits
@@ -57,7 +57,8 @@ def write_report(folders: Sequence[RunFolder], out: Path) -> Written:
             json.dumps({name: _rollouts(folder, rows[name], remarks.append) for name, folder in zip(names, folders, strict=True)})
         ),
     )
-    out.write_text(page, encoding="utf-8")
+    with accessing(out, "choose another file for --out"):
+        out.write_text(page, encoding="utf-8")
     return Written(len(page.encode()), tuple(remarks))
 
 

@@ -15,7 +15,10 @@ class ChatTemplate:
         from jinja2.sandbox import ImmutableSandboxedEnvironment  # a template comes with a downloaded model
 
         settings_file = folder / "tokenizer_config.json"
-        settings = json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
+        try:
+            settings = json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
+        except ValueError as error:
+            raise TaskError(f"{settings_file}: not valid JSON ({error})") from error
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.globals["raise_exception"] = _refuse
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)

@@ -66,7 +66,10 @@ def _eos_ids(folder: Path) -> tuple[int, ...]:
     """generation_config.json says what ends a text, and where it is silent config.json."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except ValueError as error:
+            raise TaskError(f"{path}: not valid JSON ({error})") from error
         eos = settings.get("eos_token_id", settings.get("text_config", {}).get("eos_token_id"))
         if eos is not None:
             return tuple(eos) if isinstance(eos, list) else (eos,)

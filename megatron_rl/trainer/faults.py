@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from megatron_rl.errors import RunError
 from megatron_rl.wire.control import decode, encode
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ _PASS_ON = (f"trainer{os.sep}ranks.py", f"trainer{os.sep}faults.py", "contextlib
 _WAITS = ("wait(", "synchronize(", "barrier(")
 
 
-class RankFaultError(RuntimeError):
+class RankFaultError(RunError, RuntimeError):
     """A rank has failed, or did not come to a collective; the message is the same on every rank."""
 
 

@@ -21,7 +21,7 @@ def the_rank() -> int:
 
 def rendezvous(steering: Steering, timeout_s: float) -> dist.Store:
     """The store through which the ranks meet: served by rank 0 on the one address by which it reaches the orchestrator, at a port
-    that is bound before anybody is told of it. Gloo then listens on the same interface, and no other. Raises NobodyMet.
+    that is bound before anybody is told of it. Gloo then listens on the same interface, and no other. Raises RendezvousTimeoutError.
     """
     served: list[dist.Store] = []
 

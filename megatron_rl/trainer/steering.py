@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 
+from megatron_rl.errors import RunError
 from megatron_rl.wire.access import key_from_environment
 from megatron_rl.wire.client import ControlClient, own_address
 from megatron_rl.wire.control import (
@@ -22,7 +23,7 @@ from megatron_rl.wire.control import (
 )
 
 
-class NobodyMet(RuntimeError):
+class RendezvousTimeoutError(RunError, RuntimeError):
     """The trainer's first rank has not come."""
 
 
@@ -46,7 +47,7 @@ class Steering:
             found = self._client.send("/rendezvous", RendezvousRequest(rank, *own, wait_s=min(20.0, timeout_s)), Rendezvous)
             if found.port:
                 return found.host, found.port
-        raise NobodyMet(f"rank 0 has not said within {timeout_s:g} s where the ranks meet; see logs/trainer-0.log")
+        raise RendezvousTimeoutError(f"rank 0 has not said within {timeout_s:g} s where the ranks meet; see logs/trainer-0.log")
 
     def next_order(self, step: int) -> Order:
         """What comes after policy version `step`; 'wait' when there is nothing yet."""

@@ -1,5 +1,6 @@
 """How a command ends on an error of each kind: what the terminal shows, where the traceback is, the exit status."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,23 @@ def test_a_file_that_cannot_be_accessed_is_named_with_the_remedy(tmp_path):
         raise OSError("disk quota")
     with pytest.raises(UserError, match="as it is"), accessing(tmp_path):
         raise UserError("as it is")
+
+
+def test_a_disk_that_refuses_is_the_users_wherever_it_is_met(capsys, run):
+    assert ended(capsys, OSError(errno.ENOSPC, "No space left on device", "/scratch/x"), run) == (
+        2,
+        "megatron-rl: /scratch/x: No space left on device\n",
+    )
+    status, text = ended(capsys, FileNotFoundError(errno.ENOENT, "No such file or directory", "/scratch/x"), run)
+    assert status == 1 and text.startswith("megatron-rl: unexpected FileNotFoundError: ") and "error.log" in text
+
+
+def test_a_value_error_is_not_the_users(capsys, run):
+    assert ended(capsys, ValueError("not a .npy file"), run)[0] == 1
+
+
+def test_a_fault_of_a_run_that_is_an_os_error_stays_one(capsys, run):
+    class BrokenSpoolError(RunError, OSError):
+        pass
+
+    assert ended(capsys, BrokenSpoolError("a payload is missing"), run)[1].startswith("megatron-rl: the run failed: a payload")

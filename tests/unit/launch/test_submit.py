@@ -170,7 +170,7 @@ def test_a_bad_profile_is_named(tmp_path, text, expected):
         (["--slurm.rollouts.nodes", "2"], "servers.count = 1 is below slurm.rollouts.nodes = 2"),
         ([*GPUS, "--servers.tensor", "16"], "a server is on one node"),
         ([*GPUS, "--servers.count", "3", "--servers.tensor", "4"], "1 nodes of 8 GPUs hold 2"),
-        (["--servers.first_port", "8000"], "on a cluster servers take free ports"),
+        (["--servers.first_port", "8000"], "on a cluster, servers take free ports"),
         (["--slurm.trainer.gpus_per_node", "8"], "either both roles have GPUs or neither"),
         ([*GPUS, "--run.device", "cpu"], "run.device = 'cpu' with gpus_per_node = 8"),
         (["--slurm.time_limit", "4h"], "slurm.time_limit"),

@@ -5,7 +5,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from megatron_rl.trainer.steering import NobodyMet, Steering
+from megatron_rl.trainer.steering import RendezvousTimeoutError, Steering
 from megatron_rl.wire.access import KEY_HEADER
 from megatron_rl.wire.client import OrchestratorGoneError
 from megatron_rl.wire.control import (
@@ -101,7 +101,9 @@ def test_ranks_meet_where_the_first_one_serves(orchestrator):
 
 def test_a_first_rank_that_never_comes_is_named(orchestrator):
     orchestrator.answers = {"/rendezvous": [Rendezvous()] * 10_000}
-    with pytest.raises(NobodyMet, match="rank 0 has not said within 0.05 s where the ranks meet; see logs/trainer-0.log"):
+    with pytest.raises(
+        RendezvousTimeoutError, match="rank 0 has not said within 0.05 s where the ranks meet; see logs/trainer-0.log"
+    ):
         Steering(orchestrator.url, "k").rendezvous(1, lambda host: 0, timeout_s=0.05)
 
 
