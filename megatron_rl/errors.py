@@ -24,6 +24,16 @@ class FileAccessError(UserError, OSError):
     """A file or folder that the user named, and that cannot be read or written."""
 
 
+def check_output_file(option: str, file: Path) -> None:
+    """Return if the file can be in its folder; for the options of commands that work long before they write.
+
+    Raises:
+        FileAccessError: Its folder does not exist, or it is a folder itself.
+    """
+    if not file.parent.is_dir() or file.is_dir():
+        raise FileAccessError(f"{option} {file}: no file can be written there; give one in an existing folder")
+
+
 @contextlib.contextmanager
 def accessing(path: Path, remedy: str = "") -> Iterator[None]:
     """Inside, an OSError (no permission, disk full, not there) becomes a FileAccessError that names the file.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.conversion.errors import CheckpointError
+from megatron_rl.errors import accessing
 
 _JOURNAL = "finished.jsonl"
 
@@ -23,6 +24,7 @@ class PartialFolder:
 
     Raises:
         CheckpointError: The folder exists, or an interrupted one is there that may not be continued.
+        FileAccessError: The folder cannot be created.
     """
 
     def __init__(self, folder: Path, fingerprint: str | None = None, *, resume: bool = False) -> None:
@@ -38,7 +40,8 @@ class PartialFolder:
                     f"{self.path} is left over from an interrupted conversion: continue it with --resume, or remove it"
                 )
             shutil.rmtree(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
+        with accessing(self.path, "choose another folder"):
+            self.path.mkdir(parents=True, exist_ok=True)
         if not self.finished:
             self._note({"fingerprint": fingerprint})
         self._syncer = ThreadPoolExecutor(1)

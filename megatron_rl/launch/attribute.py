@@ -8,7 +8,7 @@ from megatron_rl.attribution.request import make_request
 from megatron_rl.attribution.run import run_attribution
 from megatron_rl.attribution.table import print_attribution
 from megatron_rl.config import RunFolder
-from megatron_rl.errors import accessing
+from megatron_rl.errors import accessing, check_output_file
 from megatron_rl.launch.local import checked_model
 from megatron_rl.metrics import wide_console
 
@@ -31,8 +31,11 @@ def attribute_and_print(
 
     Raises:
         ConfigError: The step cannot be attributed; the message lists the steps that can.
+        FileAccessError: `json_file` cannot be written.
         ProcessError: A rank failed.
     """
+    if json_file is not None:
+        check_output_file("--json", json_file)
     console = wide_console()
     request = make_request(run, overrides, step, retrain, fault)
     if overrides:

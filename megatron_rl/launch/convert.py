@@ -11,18 +11,19 @@ from megatron_rl.config import ConfigError, RunFolder
 from megatron_rl.config.sections import Precision
 from megatron_rl.conversion import QuantisedAs, hf_to_megatron, megatron_to_hf
 from megatron_rl.conversion.convert import Report
+from megatron_rl.errors import accessing
 from megatron_rl.precision import stored_format
 
 
 def convert_hf_to_megatron(source: Path, out: Path, resume: bool) -> None:
     """Convert with a progress bar; see conversion.hf_to_megatron."""
-    with _progress_bar(f"{source} -> {out}") as report:
+    with accessing(out), _progress_bar(f"{source} -> {out}") as report:
         hf_to_megatron(source, out, resume=resume, report=report)
 
 
 def convert_megatron_to_hf(source: Path, out: Path, resume: bool, quantise: QuantisedAs | None) -> None:
     """Convert with a progress bar; see conversion.megatron_to_hf."""
-    with _progress_bar(f"{source} -> {out}") as report:
+    with accessing(out), _progress_bar(f"{source} -> {out}") as report:
         megatron_to_hf(source, out, quantise=quantise, resume=resume, report=report)
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.conversion.model_files import hf_config_of
-from megatron_rl.errors import accessing
+from megatron_rl.errors import accessing, check_output_file
 from megatron_rl.metrics import wide_console
 from megatron_rl.planner import Machine, ParameterCounts, Workload, balance, candidate_of, machine_named, workload_of
 from megatron_rl.planner.choice import write_choice
@@ -57,10 +57,12 @@ def plan_and_print(
     best = balanced.plans[0]
     print_details(console, counts, work, best, request.machine)
     if picture is not None:
-        draw(picture, counts, work, best.trainer, request.machine)
+        with accessing(picture, "choose another file for --picture"):
+            draw(picture, counts, work, best.trainer, request.machine)
         console.print(f"\npicture: {picture}")
     if write:
-        write_choice(file, best, longest_sequence=work.longest_sequence)
+        with accessing(file, "--write writes a file next to the configuration and renames it; plan from a copy elsewhere"):
+            write_choice(file, best, longest_sequence=work.longest_sequence)
         console.print(f"\nwritten into {file}")
     return True
 
@@ -69,6 +71,8 @@ def measure_and_print(config: Config, out: Path | None) -> bool:
     """Whether all layouts that the fit has not seen were predicted well. out: where the fitted machine goes."""
     if out is not None and out.exists():
         raise ConfigError(f"--machines {out} exists already; --measure writes a new file")
+    if out is not None:
+        check_output_file("--machines", out)
     console = wide_console()
     with console.status("starting") as status:
         machine, comparisons = measure_machine(config, hf_config_of(config), machine_named("cpu"), status.update)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError
+from megatron_rl.errors import check_output_file
 from megatron_rl.planner.counts import ParameterCounts
 from megatron_rl.planner.machine import Machine
 from megatron_rl.planner.memory import rank_memory
@@ -19,11 +20,15 @@ ROUNDS = 3
 
 
 def check_format(file: Path) -> None:
-    """Refuses a file that cannot be written or whose ending is not known, by a ConfigError."""
+    """Return if a picture can be written there.
+
+    Raises:
+        ConfigError: The ending of its name is not known.
+        FileAccessError: No file can be written there.
+    """
     if file.suffix not in FORMATS:
         raise ConfigError(f"--picture {file}: the name has to end in {' or '.join(FORMATS)}")
-    if not file.parent.is_dir() or file.is_dir():
-        raise ConfigError(f"--picture {file}: no file can be written there; give one in an existing folder")
+    check_output_file("--picture", file)
 
 
 def draw(file: Path, counts: ParameterCounts, work: Workload, scored: Scored, machine: Machine) -> None:

@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from plotly.offline import get_plotlyjs
 
 from megatron_rl.config import RunFolder
-from megatron_rl.errors import UserError, accessing
+from megatron_rl.errors import UserError, accessing, check_output_file
 from megatron_rl.metrics import Row, damaged_lines, read_rows, summarise_run
 from megatron_rl.metrics.catalogue import PANELS
 from megatron_rl.report.figures import colours, figure, trainer_waits
@@ -34,7 +34,12 @@ class Written:
 
 
 def write_report(folders: Sequence[RunFolder], out: Path) -> Written:
-    """One HTML file of these runs, side by side. Raises ReportError before anything is written."""
+    """Write one HTML file of these runs, side by side.
+
+    Raises:
+        ReportError: There is nothing to show, or `out` is no HTML file; nothing is written.
+        FileAccessError: `out` cannot be written.
+    """
     _check_out(out)
     remarks: list[str] = []
     names = _names(folders)
@@ -65,8 +70,7 @@ def write_report(folders: Sequence[RunFolder], out: Path) -> Written:
 def _check_out(out: Path) -> None:
     if out.suffix != ".html":
         raise ReportError(f"--out {out}: the report is HTML and replaces an existing file; give a name that ends in .html")
-    if not out.parent.is_dir() or out.is_dir():
-        raise ReportError(f"--out {out}: no file can be written there; give one in an existing folder")
+    check_output_file("--out", out)
 
 
 def _names(folders: Sequence[RunFolder]) -> list[str]:

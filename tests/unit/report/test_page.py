@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rl.batching import Spool
 from megatron_rl.config import RunFolder
+from megatron_rl.errors import UserError
 from megatron_rl.metrics import Row, write_summary
 from megatron_rl.metrics.catalogue import PANELS, curves_of
 from megatron_rl.metrics.rows import JsonLines
@@ -141,7 +142,7 @@ def test_where_no_report_belongs(tmp_path, name, says):
     folder = make_run(tmp_path / "run", steps=1)
     (tmp_path / "folder.html").mkdir()
     (tmp_path / "config.toml").write_text("precious")
-    with pytest.raises(ReportError, match=says):
+    with pytest.raises(UserError, match=says):
         write_report([folder], tmp_path / name)
     assert (tmp_path / "config.toml").read_text() == "precious"
 
