@@ -43,7 +43,7 @@ def shifted_routes() -> Iterator[None]:
     def shifting(write: Callable[..., None]) -> Callable[..., None]:
         def write_shifted(columns: dict[str, Any], member: Any, start: int) -> None:
             write(columns, member, start)
-            if columns["routed_experts"] is not None:
+            if "routed_experts" in columns:
                 rows = columns["routed_experts"][start : start + member.rollout.num_tokens - 1]
                 rows[1:] = rows[:-1].copy()
 
