@@ -1,10 +1,10 @@
-"""The layout planner: memory and time of a layout, and the search for the best one, without a cluster.
+"""The layout planner: predicts memory and time of a layout, and searches for the best one, without a cluster.
 
     counts = ParameterCounts(hf_config)
     plans = balance(counts, workload_of(config), machine_named("h200"), gpus=256, node=8).plans
 
-What a rank holds is exact; activations are counted operation by operation; times come from rooflines whose efficiencies stand in
-machines.toml with the runs that they were fitted to.
+What a rank holds is exact; activations are counted operation by operation; times come from rooflines, whose efficiencies are in
+machines.toml together with the runs that they were fitted to.
 """
 
 from megatron_rl.planner.balance import Balanced, ParallelismPlan, balance

@@ -1,4 +1,4 @@
-"""How many nodes for each side, so that neither waits for the other."""
+"""Divides the accelerators between trainer and servers, so that neither waits long for the other."""
 
 from dataclasses import dataclass
 
@@ -11,29 +11,32 @@ from megatron_rl.planner.workload import Workload
 
 @dataclass(frozen=True)
 class ParallelismPlan:
-    """A whole run: the trainer's layout, the servers, and the pace of both."""
+    """A plan of a run: the trainer's layout, the servers, and the seconds that each needs for a step."""
 
     trainer: Scored
     server: ServerPlan
     servers: int
+    """Number of servers."""
     sync_s: float
+    """Seconds of a weight update."""
     rollouts_s: float
-    """To sample one step's tokens."""
+    """Seconds in which the servers sample the tokens of one step."""
     overlapped: bool
+    """Whether trainer and servers work at the same time."""
 
     @property
     def trainer_s(self) -> float:
-        """Seconds of the trainer in one step, the update of the servers' weights included."""
+        """Seconds of the trainer in one step, including the weight update of the servers."""
         return self.trainer.seconds + self.sync_s
 
     @property
     def step_s(self) -> float:
-        """With staleness allowed both work at the same time; without, one after the other."""
+        """Seconds of a step: the longer of both sides if they overlap, else their sum."""
         return max(self.trainer_s, self.rollouts_s) if self.overlapped else self.trainer_s + self.rollouts_s
 
     @property
     def waits(self) -> str:
-        """Who waits for whom, and for how much of a step."""
+        """Which side waits, and for which fraction of a step."""
         if not self.overlapped:
             return "each for the other: max_staleness = 0"
         gap = abs(self.trainer_s - self.rollouts_s) / self.step_s
@@ -42,12 +45,15 @@ class ParallelismPlan:
 
 @dataclass(frozen=True)
 class Balanced:
-    """plans: the best first, by seconds of a step. Empty: nothing fits, and `searched` and `server` say what."""
+    """Result of the search over divisions and layouts."""
 
     plans: list[ParallelismPlan]
+    """The fastest first. If it is empty, nothing fits, and `searched` and `server` say which side."""
     num_evaluated: int
     searched: Searched | None
+    """The trainer's search that came nearest to fitting."""
     server: ServerPlan | None
+    """A server that fits; None if none does."""
 
 
 def balance(
@@ -60,7 +66,20 @@ def balance(
     trainer_gpus: int | None = None,
     keep: int = 5,
 ) -> Balanced:
-    """All sensible divisions of `gpus` into trainer and servers; trainer_gpus: this one alone."""
+    """Searches the divisions of the accelerators into trainer and servers, and the layouts of each.
+
+    Args:
+        counts: Parameters of the model.
+        work: The training step.
+        machine: The machine.
+        gpus: Number of accelerators.
+        node: Accelerators of one node.
+        trainer_gpus: Number of trainer ranks, if it is fixed.
+        keep: How many plans to return.
+
+    Returns:
+        The fastest plans.
+    """
     plans: list[ParallelismPlan] = []
     num_evaluated, nearest, server = 0, None, None
     sync = sync_seconds(counts, work, machine)
@@ -91,9 +110,16 @@ def _missing_bytes(searched: Searched) -> float:
 
 
 def trainer_sizes(gpus: int, node: int) -> list[int]:
-    """Ranks of the trainer that are looked at: whole nodes in numbers 2^a and 3 x 2^a, which divide in many ways.
+    """Numbers of trainer ranks to try.
 
-    Parts of a node where there is one alone.
+    With several nodes these are 2^a and 3 x 2^a full nodes, because such numbers have many divisors; with one node, parts of it.
+
+    Args:
+        gpus: Number of accelerators.
+        node: Accelerators of one node.
+
+    Returns:
+        Numbers below `gpus`, ascending.
     """
     if gpus <= node:
         return [n for n in (1, 2, 4, 6, 8) if n < gpus]

@@ -1,4 +1,4 @@
-"""A plan written into a run's TOML file.
+"""Writes a plan into a run's TOML file.
 
 Values are replaced line by line, so that comments and everything else stay as they are.
 """
@@ -12,15 +12,22 @@ from megatron_rl.planner.balance import ParallelismPlan
 
 _SECTION = re.compile(r"^\[([A-Za-z_.]+)\]\s*(#.*)?$")
 
-
-_SPREAD_EXPERTS = "--enable-expert-parallel"
-"""vLLM's argument."""
+_EXPERT_PARALLEL = "--enable-expert-parallel"
+"""vLLM's argument that spreads the experts over a server's ranks."""
 
 
 def values_of(plan: ParallelismPlan, config: Config) -> dict[str, dict[str, object]]:
-    """By section; None removes a key, whose default is what the plan says. config: the file's as it is."""
-    others = [argument for argument in config.servers.extra_arguments if argument != _SPREAD_EXPERTS]
-    arguments = [*others, _SPREAD_EXPERTS] if plan.server.expert > 1 else others
+    """The configuration values that a plan sets.
+
+    Args:
+        plan: The plan.
+        config: The file's present configuration, whose other server arguments are kept.
+
+    Returns:
+        Values by section and key. None removes a key, where the default is what the plan says.
+    """
+    others = [argument for argument in config.servers.extra_arguments if argument != _EXPERT_PARALLEL]
+    arguments = [*others, _EXPERT_PARALLEL] if plan.server.expert > 1 else others
     c, layout = plan.trainer.candidate, plan.trainer.candidate.layout
     return {
         "servers": {
@@ -45,9 +52,19 @@ def values_of(plan: ParallelismPlan, config: Config) -> dict[str, dict[str, obje
 
 
 def write_choice(file: Path, plan: ParallelismPlan, *, longest_sequence: int | None = None) -> Config:
-    """Change the file in place; what is written is read again before the old file is replaced.
+    """Changes the file in place. The new text is parsed and validated before it replaces the old file.
 
-    longest_sequence: planned for in place of the file's; longer ones have longer responses.
+    Args:
+        file: A run's TOML file.
+        plan: The plan whose values are written.
+        longest_sequence: Tokens that the plan was made for, if they differ from the file's. The longest response grows by the
+            difference.
+
+    Returns:
+        The configuration as it was read from the new text.
+
+    Raises:
+        ConfigError: The changed text is no valid configuration; the file is unchanged.
     """
     text, config = file.read_text(), load_config(file)
     values_by_section = values_of(plan, config)
@@ -74,12 +91,22 @@ def _read_again(written: Path, file: Path) -> Config:
         return load_config(written)
     except ConfigError as error:
         raise ConfigError(
-            f"{file} is left as it is, since the plan's values could not be put into it line by line: {error}"
+            f"{file} is unchanged, because the plan's values could not be written into it line by line: {error}"
         ) from error
 
 
 def with_value(text: str, section: str, key: str, value: object) -> str:
-    """`key = value` in [section], in the place of an old value, or behind the section's last key; None removes it."""
+    """Sets one key of a TOML text; all other lines stay as they are.
+
+    Args:
+        text: The TOML text.
+        section: Name of the table, which is added at the end if the text lacks it.
+        key: Key in the table. Its present line is replaced and keeps its comment; a new key is added after the table's last one.
+        value: A number, string or list of strings; None removes the key.
+
+    Returns:
+        The changed text.
+    """
     lines, inside, last, found = text.splitlines(), False, None, None
     for number, line in enumerate(lines):
         if header := _SECTION.match(line.strip()):
@@ -90,7 +117,7 @@ def with_value(text: str, section: str, key: str, value: object) -> str:
             found = number if re.match(rf"\s*{re.escape(key)}\s*=", line) else found
     if value is None:
         return "\n".join(lines[:found] + lines[found + 1 :] if found is not None else lines) + "\n"
-    entry = f"{key} = {json.dumps(value)}"  # numbers, words and lists of words are written alike in JSON and TOML
+    entry = f"{key} = {json.dumps(value)}"  # numbers, strings and lists of strings look the same in JSON and TOML
     if found is not None:
         _, mark, comment = lines[found].partition("#")
         lines[found] = f"{entry}  {mark}{comment}" if mark else entry

@@ -1,6 +1,6 @@
-"""Exact numbers of elements that one rank holds, from the family's table.
+"""Exact number of elements that one rank holds, from the family's table.
 
-Without building a model, and fast enough to search with.
+No model is built, and counting is fast enough for a search.
 """
 
 import math
@@ -16,24 +16,24 @@ from megatron_rl.weight_mapping import LOCAL, Region, Role, family_of
 from megatron_rl.weight_mapping.rules import MappingRule
 
 PARAMETER_ALIGNMENT = 64
-"""Elements: Megatron's buffers begin each parameter at a multiple of it."""
+"""Megatron's buffers begin each parameter at a multiple of this many elements."""
 BUFFER_ALIGNMENT = 128
-"""Elements: Megatron's buffers (buckets) end at a multiple of it and of the number of ranks that share the buffer."""
+"""Megatron's buffers (buckets) end at a multiple of this many elements and of the number of ranks that share the buffer."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Elements of some parameters on one rank. `matrices`: of those, what Muon orthogonalises and NVFP4 quantises.
-
-    `aligned`: with each parameter filled up to its place in Megatron's buffer. `largest`: the largest single parameter.
-    """
+    """Elements of some parameters on one rank."""
 
     trained: int = 0
     aligned: int = 0
+    """Of the trained parameters, with the padding of each in Megatron's buffer."""
     matrices: int = 0
+    """Of the trained parameters, those in matrices that Muon orthogonalises and NVFP4 quantises."""
     untrained: int = 0
-    """fp32 buffers beside the parameters: the routers' selection biases."""
+    """fp32 buffers that are no parameters: the routers' selection biases."""
     largest: int = 0
+    """Of the largest single parameter."""
 
     def __add__(self, other: "Held") -> "Held":
         return Held(
@@ -45,7 +45,7 @@ class Held:
         )
 
     def times(self, count: int) -> "Held":
-        """`count` parameters of the same sort."""
+        """Elements of `count` equal parameters."""
         return Held(
             count * self.trained, count * self.aligned, count * self.matrices, count * self.untrained, largest=self.largest
         )
@@ -53,14 +53,14 @@ class Held:
 
 @dataclass(frozen=True)
 class ChunkElements:
-    """What one virtual chunk of a rank holds: two of Megatron's buffers, and the tied embedding in a bucket of its own."""
+    """Elements of one virtual chunk of a rank: Megatron's dense and expert buffer, and the tied embedding in its own bucket."""
 
     dense: Held
     expert: Held
     tied: Held
 
     def buffer_sizes(self, layout: Layout) -> tuple[int, int]:
-        """Elements of the dense and of the experts' buffer, padding included."""
+        """Elements of the dense and of the experts' buffer, including padding."""
         dense = sum(_bucket(held.aligned, layout.dp * layout.cp) for held in (self.dense, self.tied))
         return dense, _bucket(self.expert.aligned, layout.edp)
 
@@ -71,7 +71,7 @@ def _bucket(aligned: int, sharers: int) -> int:
 
 
 class ParameterCounts:
-    """Of one model, at any layout. LayoutError where a parameter cannot be cut."""
+    """Numbers of elements of one model at any layout. Methods raise LayoutError if the layout cannot shard a parameter."""
 
     def __init__(self, hf_config: Mapping[str, Any]) -> None:
         self._family = family_of(hf_config)
@@ -82,7 +82,7 @@ class ParameterCounts:
         self._largest = lru_cache(maxsize=None)(self._largest_of)
 
     def _chunk(self, layout: Layout, stage: int, chunk: int) -> ChunkElements:
-        """Of any rank of a stage: ranks of a stage hold equally much."""
+        """Elements of one chunk on any rank of a stage; all ranks of a stage hold equally many."""
         layers, first, last = self._layers(layout.tp, layout.ep, layout.etp)
         own = layout.layers_of_chunk(self.architecture.num_layers, stage, chunk)
         sums = layers[own.stop] - layers[own.start]
@@ -98,7 +98,7 @@ class ParameterCounts:
         return ChunkElements(dense, expert, tied)
 
     def _buffer_sizes(self, layout: Layout, stage: int) -> tuple[int, int]:
-        """Elements of Megatron's dense and experts' buffers of all chunks of a stage."""
+        """Elements of Megatron's dense and expert buffers, summed over the chunks of a stage."""
         sizes = [self.chunk(layout, stage, chunk).buffer_sizes(layout) for chunk in range(layout.vpp)]
         return sum(dense for dense, _ in sizes), sum(expert for _, expert in sizes)
 
@@ -108,13 +108,13 @@ class ParameterCounts:
         expert = [_shard(rule, etp) for rule in rules if rule.num_experts is not None]
         return max(dense, default=0), max(expert, default=0)
 
-    @cache  # noqa: B019 - a planner lives as long as its process
+    @cache  # noqa: B019 - counts live as long as their process
     def _rules(self, tp: int) -> tuple[MappingRule, ...]:
         padded = Layout(world_size=tp, tp=tp).padded_vocab_size(self.architecture.vocab_size)
         return tuple(self._family.rules(self.architecture, padded, LOCAL))
 
     def _layers_of(self, tp: int, ep: int, etp: int) -> tuple[np.ndarray, Held, Held]:
-        """int64 [layers + 1, 8], sums over the layers before; and what is held outside of the layers, first and last."""
+        """Cumulative sums over the layers, int64 [num_layers + 1, 8]; elements before the first and after the last layer."""
         per_layer = np.zeros((self.architecture.num_layers + 1, 2, 4), dtype=np.int64)
         outside = {Region.FIRST: Held(), Region.LAST: Held()}
         for rule in self._rules(tp):
@@ -127,7 +127,14 @@ class ParameterCounts:
         return per_layer.reshape(-1, 8).cumsum(axis=0), outside[Region.FIRST], outside[Region.LAST]
 
     def full_layers(self, role_filter: Iterable[Role]) -> Sequence[int]:
-        """Elements of each whole layer in these roles, not cut at all."""
+        """Elements of each unsharded layer.
+
+        Args:
+            role_filter: Roles of the parameters to count.
+
+        Returns:
+            One number per layer.
+        """
         roles, sums = set(role_filter), [0] * self.architecture.num_layers
         for rule in self._rules(1):
             for layer in rule.layers if rule.role in roles else ():
@@ -136,7 +143,7 @@ class ParameterCounts:
 
     @property
     def num_parameters(self) -> int:
-        """As ParameterTable.num_parameters: trained elements of the whole model."""
+        """Trained elements of the full model, as ParameterTable.num_parameters."""
         return sum(
             math.prod(shape) * (len(rule.layers) if rule.region is Region.LAYER else 1) * (rule.num_experts or 1)
             for rule in self._rules(1)
@@ -150,7 +157,19 @@ def _shard(rule: MappingRule, size: int) -> int:
 
 
 def held_of(rule: MappingRule, size: int, ep: int) -> Held:
-    """One rule in one layer on one rank: cut over `size` ranks, experts spread over `ep`."""
+    """Elements of one rule's parameters in one layer on one rank.
+
+    Args:
+        rule: The rule.
+        size: Tensor-parallel ranks, or expert-tensor-parallel ranks for experts.
+        ep: Expert-parallel ranks.
+
+    Returns:
+        The elements.
+
+    Raises:
+        LayoutError: The sizes do not divide the parameter or the number of experts.
+    """
     rule.mapping.check_size(size)
     if rule.num_experts is not None and rule.num_experts % ep:
         raise LayoutError(f"num_experts = {rule.num_experts} is not a multiple of ep = {ep}")

@@ -1,4 +1,4 @@
-"""The factors of a machine that make predictions agree with measurements."""
+"""Fits the factors of a machine, so that predictions agree with measurements."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from megatron_rl.planner.workload import GIB, Candidate, Workload
 T = TypeVar("T")
 
 SEQUENCE = 256
-"""Tokens, half of them the response's."""
+"""Tokens of each measured sequence; half of them are the response."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Case:
     candidate: Candidate
     num_sequences: int
     fits: bool
-    """Whether the fit may look at it."""
+    """Whether the fit uses the case; the others are held out for the comparison."""
 
     def work(self) -> Workload:
-        """The workload of the case."""
+        """The training step that the case runs."""
         half = SEQUENCE / 2
         return Workload(
             SEQUENCE,
@@ -51,31 +51,57 @@ class Case:
 
 Measured = Sequence[tuple[Case, RankMeasurement]]
 _TIME_FACTORS = ("matmul_efficiency", "hbm_gb_s", "layer_overhead_us", "nvlink_gb_s", "step_overhead_s", "cores")
-"""matmul_efficiency stands for all three efficiencies of products: the cases are too few to tell them apart."""
+"""matmul_efficiency stands for all three efficiencies of matrix products: the cases are too few to separate them."""
 _ACTIVATION_FACTORS = np.arange(0.5, 6.0, 0.02)
 _PULL = 1e-3
-"""Cost of a factor's squared logarithm: six cases do not tell all factors apart, and those that they leave open stay
-near the given ones."""
+"""Weight of a factor's squared logarithm in the error. Six cases do not determine all factors; this keeps the others near their
+starting values."""
 _ROUNDS = 60
 _FURTHEST = 8.0
-"""A factor's first step; each round without progress takes the square root of the last one's."""
+"""First step of a factor; after each round without progress the step is replaced by its square root."""
 
 
 def predicted(counts: ParameterCounts, machine: Machine, case: Case) -> tuple[float, float]:
-    """(seconds of a step, bytes of the fullest rank)."""
+    """Predicts one case.
+
+    Args:
+        counts: Parameters of the measured model.
+        machine: The machine.
+        case: The layout and its workload.
+
+    Returns:
+        Seconds of a step, and bytes of the rank that uses most memory.
+    """
     work = case.work()
     return step_time(counts, work, case.candidate, machine).total, most_loaded(counts, work, case.candidate, machine).total
 
 
 def fitted(counts: ParameterCounts, machine: Machine, measured: Measured) -> Machine:
-    """The machine with factors of time and memory that agree best with the measurements."""
+    """Fits the factors of memory and of time to the measurements.
+
+    Args:
+        counts: Parameters of the measured model.
+        machine: The machine with the starting values.
+        measured: Cases with what was measured.
+
+    Returns:
+        The machine with the fitted factors.
+    """
     return fitted_time(counts, fitted_memory(counts, machine, measured), measured)
 
 
 def fitted_memory(counts: ParameterCounts, machine: Machine, measured: Measured) -> Machine:
-    """What a process holds before it has a model, and what activations cost beyond what is counted.
+    """Fits what a process holds before it has a model, and the factor on the counted bytes of activations.
 
-    Of a fine row of factors the best, each with the base that suits it. Errors count by their share of what was measured.
+    The best of a fine grid of factors, each with its least-squares base. Errors are relative to the measured bytes.
+
+    Args:
+        counts: Parameters of the measured model.
+        machine: The machine with the starting values.
+        measured: Cases with what was measured.
+
+    Returns:
+        The machine with fitted reserved_gib and activation_factor.
     """
     sizes = np.array([found.peak_bytes for _, found in measured], dtype=float)
     tries = []
@@ -88,7 +114,16 @@ def fitted_memory(counts: ParameterCounts, machine: Machine, measured: Measured)
 
 
 def fitted_time(counts: ParameterCounts, machine: Machine, measured: Measured) -> Machine:
-    """The machine whose time factors make the squared logarithms of predicted over measured seconds smallest."""
+    """Fits the time factors by least squares on the logarithms of predicted over measured seconds.
+
+    Args:
+        counts: Parameters of the measured model.
+        machine: The machine with the starting values.
+        measured: Cases with what was measured.
+
+    Returns:
+        The machine with the fitted factors.
+    """
     given = machine
 
     def error(candidate: Machine) -> float:
@@ -102,13 +137,16 @@ def fitted_time(counts: ParameterCounts, machine: Machine, measured: Measured) -
 def coordinate_descent(
     start: T, names: Sequence[str], scaled: Callable[[T, str, float], T | None], error: Callable[[T], float]
 ) -> T:
-    """Scales one factor after the other up and down, in ever smaller steps, as long as the error falls.
+    """Minimises an error by scaling one factor after the other up and down, in steps that become smaller.
 
     Args:
         start: Where the search begins.
         names: The factors, in the order in which they are tried.
-        scaled: Called as scaled(state, name, by); None where the factor would leave its range.
-        error: What is made small.
+        scaled: Called as scaled(state, name, by); returns None if the factor would leave its range.
+        error: The error to minimise.
+
+    Returns:
+        The state with the lowest error that was found.
     """
     best, lowest, step = start, error(start), _FURTHEST
     for _ in range(_ROUNDS):
@@ -127,11 +165,11 @@ def coordinate_descent(
 
 
 def _scaled(machine: Machine, name: str, factor: float) -> Machine | None:
-    """None where the factor would leave the range that it can have."""
+    """The machine with one factor scaled; None if the factor would leave its range."""
     if name == "matmul_efficiency":
         names = ("matmul_efficiency", "expert_efficiency", "attention_efficiency")
         return replace(machine, **{each: getattr(machine, each) * factor for each in names})
     value = getattr(machine, name) * factor
-    if name == "cores" and not 1.0 <= value <= 2.0:  # of two ranks: between sharing one core and having one each
+    if name == "cores" and not 1.0 <= value <= 2.0:  # two ranks share one core at worst, and have one each at best
         return None
     return replace(machine, **{name: value})

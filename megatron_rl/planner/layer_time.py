@@ -1,4 +1,4 @@
-"""Seconds of one layer's forward and backward pass on one rank, by what they are spent on."""
+"""Seconds of one layer's forward and backward pass on one rank, by kind of work."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ from megatron_rl.planner.workload import Candidate, Workload
 from megatron_rl.weight_mapping import LatentAttention, ModelArchitecture
 
 BACKWARD = 2.0
-"""Products in a backward pass for each in the forward pass: by the input, and by the weight."""
+"""Matrix products of the backward pass per product of the forward pass: gradients of the input and of the weight."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of some work on one rank, not overlapped."""
+    """Seconds of some work on one rank by kind; the kinds do not overlap."""
 
     matmul: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
-    """Norms, gates, permutations, residuals: bound by memory, and the starting of kernels."""
+    """Norms, gates, permutations and residuals, which are bound by memory, and kernel launches."""
     tp: float = 0.0
     ep: float = 0.0
     cp: float = 0.0
@@ -28,42 +28,51 @@ class Seconds:
         return Seconds(*(a + b for a, b in zip(self.parts, other.parts, strict=True)))
 
     def times(self, factor: float) -> "Seconds":
-        """The same work `factor` times."""
+        """The seconds, multiplied by `factor`."""
         return Seconds(*(factor * part for part in self.parts))
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """The seconds in the order of the fields."""
+        """The values in the order of the fields."""
         return (self.matmul, self.attention, self.elementwise, self.tp, self.ep, self.cp)
 
     @property
     def total(self) -> float:
-        """Seconds of all parts."""
+        """Sum of all kinds."""
         return sum(self.parts)
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """One kind of layer and one microbatch."""
+    """Seconds of one layer and one microbatch on one rank."""
 
     attention_part: Seconds
-    """Forward: norms, projections, core attention."""
+    """Forward pass of norms, projections and core attention."""
     mlp_part: Seconds
-    """Forward: the MLP, or router, dispatcher and experts."""
+    """Forward pass of the MLP, or of router, dispatcher and experts."""
     core_attention: float
+    """The part of the attention's forward pass that selective recomputation repeats."""
 
     @property
     def forward(self) -> Seconds:
-        """The whole layer's forward pass."""
+        """Forward pass of the layer."""
         return self.attention_part + self.mlp_part
 
     def backward(self, recompute: str, *, sparse: bool) -> Seconds:
-        """Twice the products.
+        """Backward pass of the layer.
 
-        The gathers and exchanges once more, and those of weight gradients; what is recomputed, a forward pass more.
+        Each matrix product costs two. Collectives run once more, and those that weight gradients need are added. What is
+        recomputed costs its forward pass.
+
+        Args:
+            recompute: "none", "selective" or "full".
+            sparse: Whether the layer has experts.
+
+        Returns:
+            Seconds by kind.
         """
         f = self.forward
-        # Sequence parallelism gathers a linear map's input once more for its weight gradient.
+        # Sequence parallelism gathers a linear layer's input once more for its weight gradient.
         once = Seconds(BACKWARD * f.matmul, 2.5 * f.attention, BACKWARD * f.elementwise, 1.5 * f.tp, f.ep, 2 * f.cp)
         if recompute == "full":
             return once + f
@@ -82,7 +91,20 @@ def layer_seconds(
     sparse: bool,
     precision: str = "bf16",
 ) -> LayerSeconds:
-    """tokens: of one microbatch, over all context-parallel ranks."""
+    """Predicts one layer.
+
+    Args:
+        model: The model's architecture.
+        work: The training step.
+        candidate: The layout.
+        machine: The machine.
+        tokens: Tokens of the microbatch, over all context-parallel ranks.
+        sparse: Whether the layer has experts.
+        precision: Precision of the linear layers: bf16, fp8 or nvfp4.
+
+    Returns:
+        Seconds on the busiest rank.
+    """
     local = tokens / candidate.layout.cp
     peak = machine.tflops(precision) * 1e12 * machine.matmul_efficiency
     projections = 2.0 * local * attention_weights(model) / candidate.layout.tp
@@ -125,7 +147,7 @@ def _experts(
     reached = machine.expert_efficiency * rows_each / (rows_each + machine.expert_half_rows)
     width = moe.ffn_hidden_size / layout.etp
     compute = 6.0 * rows * model.hidden_size * width / (peak * reached)
-    weights = 3.0 * p * experts_here * model.hidden_size * width  # read whatever the number of rows
+    weights = 3.0 * p * experts_here * model.hidden_size * width  # read once, whatever the number of rows
     shared = 6.0 * local * model.hidden_size * moe.shared_ffn_hidden_size / layout.tp
     router = 2.0 * own * model.hidden_size * moe.num_experts
     moved = p * (5 * model.hidden_size * own + 6 * model.hidden_size * rows / layout.etp + 5 * width * rows)
@@ -145,16 +167,13 @@ def _memory_seconds(machine: Machine, moved: float) -> float:
 
 
 def _gather_and_scatter(model: ModelArchitecture, work: Workload, candidate: Candidate, machine: Machine, local: float) -> float:
-    """A pair of column- and row-cut linear maps.
-
-    All-gather in front and reduce-scatter behind (or one all-reduce, which costs as much).
-    """
-    whole = work.parameter_bytes * model.hidden_size * local
-    return 2 * ring_seconds(machine, Group(candidate.layout.tp, 1), whole)
+    """A column-parallel and a row-parallel linear layer: all-gather before, reduce-scatter after (or one all-reduce, as long)."""
+    full = work.parameter_bytes * model.hidden_size * local
+    return 2 * ring_seconds(machine, Group(candidate.layout.tp, 1), full)
 
 
 def _ring_attention(model: ModelArchitecture, work: Workload, candidate: Candidate, machine: Machine, local: float) -> float:
-    """Keys and values of all context-parallel ranks pass each of them."""
+    """The keys and values of every context-parallel rank travel once around the ring."""
     layout = candidate.layout
     if layout.cp == 1:
         return 0.0
@@ -164,7 +183,7 @@ def _ring_attention(model: ModelArchitecture, work: Workload, candidate: Candida
 
 
 def attention_weights(model: ModelArchitecture) -> float:
-    """Elements of one layer's projections."""
+    """Elements of one layer's attention projections."""
     a, h = model.attention, model.hidden_size
     if isinstance(a, LatentAttention):
         q = h * a.q_lora_rank + a.q_lora_rank * a.num_heads * a.q_head_dim if a.q_lora_rank else h * a.num_heads * a.q_head_dim
@@ -174,7 +193,19 @@ def attention_weights(model: ModelArchitecture) -> float:
 
 
 def core_attention_flops(model: ModelArchitecture, tokens: float, length: float) -> float:
-    """Forward: q times k and weights times v, of the half that a causal mask leaves; within its window where a layer has one."""
+    """FLOPs of the core attention's forward pass, averaged over the layers.
+
+    Counts the products of q with k and of the weights with v for the half that the causal mask leaves, and in a layer with a
+    sliding window those inside the window.
+
+    Args:
+        model: The model's architecture.
+        tokens: Tokens of the microbatch.
+        length: Length of the sequence that the average token is in.
+
+    Returns:
+        FLOPs of one layer over all heads.
+    """
     a = model.attention
     if isinstance(a, LatentAttention):
         return tokens * length * a.num_heads * (a.q_head_dim + a.v_head_dim)

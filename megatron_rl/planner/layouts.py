@@ -7,20 +7,32 @@ from megatron_rl.topology import Layout, LayoutError
 from megatron_rl.weight_mapping import GroupedQueryAttention, ModelArchitecture
 
 CONTEXT_FROM = 16384
-"""Tokens of a sequence from which cutting it over ranks is looked at: below, other ways of cutting cost less."""
+"""Tokens of a sequence above which context parallelism is tried; shorter sequences are cheaper to shard in other ways."""
 LONGEST_PIPELINE = 32
+"""Most pipeline stages."""
 MOST_CHUNKS = 4
+"""Most virtual chunks of a stage."""
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
-    """Divisors of a number up to `most`, rising."""
+    """Divisors of `number` up to `most`, in ascending order."""
     return [n for n in range(1, min(number, most or number) + 1) if number % n == 0]
 
 
 def candidate_layouts(model: ModelArchitecture, world_size: int, node: int, longest_sequence: int) -> Iterator[Layout]:
-    """Pruned by what never pays.
+    """All layouts of the trainer that divide the model, without those that never pay off.
 
-    Tensor parallelism across nodes, sequences cut that are short, experts cut that have ranks to spare.
+    Left out are tensor parallelism across nodes, context parallelism for short sequences, and expert-tensor parallelism where
+    expert parallelism could use the ranks.
+
+    Args:
+        model: The model's architecture.
+        world_size: Number of trainer ranks.
+        node: Ranks of one node.
+        longest_sequence: Tokens of the longest sequence.
+
+    Returns:
+        An iterator over the layouts.
     """
     cps = [1] if longest_sequence <= CONTEXT_FROM else [n for n in (1, 2, 4, 8, 16) if longest_sequence // n >= 4096]
     for tp in tensor_sizes(model, node):
@@ -30,7 +42,7 @@ def candidate_layouts(model: ModelArchitecture, world_size: int, node: int, long
 
 
 def tensor_sizes(model: ModelArchitecture, node: int) -> list[int]:
-    """Tensor-parallel sizes within a node that divide heads, query groups and the hidden size."""
+    """Tensor-parallel sizes up to `node` ranks that divide the heads, query groups and hidden size."""
     a = model.attention
     sizes = [n for n in divisors(a.num_heads, node) if model.hidden_size % n == 0]
     if isinstance(a, GroupedQueryAttention):
@@ -41,10 +53,10 @@ def tensor_sizes(model: ModelArchitecture, node: int) -> list[int]:
 def _with_experts(model: ModelArchitecture, world_size: int, tp: int, cp: int, pp: int) -> Iterator[Layout]:
     per_stage = world_size // pp
     eps = divisors(model.moe.num_experts, per_stage) if model.moe else [1]
-    etps = {1, tp} if model.moe and not model.linear_biases else {1}  # the engine refuses to cut experts that have biases
+    etps = {1, tp} if model.moe and not model.linear_biases else {1}  # the engine does not shard experts that have biases
     for ep in eps:
         for etp in etps:
-            # An expert is cut where more of them cannot be spread.
+            # Experts are sharded only where expert parallelism cannot grow any more.
             if per_stage % (ep * etp) or (etp > 1 and (ep < max(eps) and ep * etp < per_stage and ep * 2 in eps)):
                 continue
             for uneven in pipelines(model.num_layers, pp):
@@ -56,9 +68,15 @@ def _with_experts(model: ModelArchitecture, world_size: int, tp: int, cp: int, p
 
 @cache
 def pipelines(num_layers: int, pp: int) -> tuple[dict[str, int], ...]:
-    """Chunks and sizes of the first and last stage.
+    """Ways to divide the layers over the pipeline stages.
 
-    Even ones, interleaved ones, and where nothing divides, two ends of their own size.
+    Args:
+        num_layers: Layers of the model.
+        pp: Pipeline stages.
+
+    Returns:
+        Keyword arguments of Layout: `vpp` where pp divides the layers (equal stages, with and without interleaving); otherwise
+        sizes of the first and last stage that differ from the others'.
     """
     if pp > num_layers:
         return ()

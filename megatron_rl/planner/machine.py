@@ -1,6 +1,6 @@
-"""What a machine can do: peaks from its data sheet, and the shares of them that programs reach.
+"""What a machine can do: peaks from its data sheet, and the fraction of each peak that programs reach.
 
-All of it stands in machines.toml.
+The values are in machines.toml.
 """
 
 import tomllib
@@ -15,58 +15,59 @@ from megatron_rl.errors import UserError
 
 
 class MachineError(UserError, ValueError):
-    """A machine that is not known, or whose table is incomplete."""
+    """An unknown machine, or a machine whose table is incomplete or wrong."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One accelerator and its surroundings. Bandwidths in GB/s (1e9 bytes) in one direction, for one accelerator."""
+    """One accelerator, its links and its part of a node. Bandwidths are GB/s (1e9 bytes) in one direction, per accelerator."""
 
     name: str
     memory_gib: float
     bf16_tflops: float
-    """Dense, without sparsity; as the other two."""
+    """Peak of dense products, without structured sparsity; the next two as well."""
     fp8_tflops: float
     fp4_tflops: float
     hbm_gb_s: float
     nvlink_gb_s: float
     network_gb_s: float
     nvlink_domain: int
-    """Accelerators that reach one another over NVLink."""
+    """Number of accelerators that are connected by NVLink."""
     host_memory_gib: float
-    """Of one accelerator's share of a node."""
+    """Host memory of a node, divided by its accelerators."""
     matmul_efficiency: float
-    """Of the peak, by the dense linear maps of a large model."""
+    """Fraction of the peak that the dense linear layers of a large model reach."""
     expert_efficiency: float
-    """Of the peak, by grouped products with many rows for each expert."""
+    """Fraction of the peak that a grouped GEMM with many rows per expert reaches."""
     expert_half_rows: float
-    """Rows for each expert at which a grouped product reaches half of its efficiency."""
+    """Rows per expert at which a grouped GEMM reaches half of its efficiency."""
     attention_efficiency: float
     memory_efficiency: float
-    """Of HBM's bandwidth, by everything else."""
+    """Fraction of HBM's bandwidth that all other operations reach."""
     link_efficiency: float
-    """Of NVLink's and the network's, by collectives."""
+    """Fraction of the bandwidth of NVLink and the network that collectives reach."""
     layer_overhead_us: float
-    """Of one layer's forward pass: starting kernels, and waiting for them where their sizes are not known before."""
+    """Time of one layer's forward pass for kernel launches, and for waiting where sizes are only known on the device."""
     step_overhead_s: float
+    """Time of a step outside the passes, collectives and the update."""
     latency_us: float
-    """Of one collective inside a node; three times as much across nodes."""
+    """Latency of one collective inside a node; across nodes it is three times as long."""
     decode_efficiency: float
-    """Of HBM's bandwidth, by a server's decoding."""
+    """Fraction of HBM's bandwidth that a server reaches in decoding."""
     decode_overhead_ms: float
-    """Of one decoding step, beyond reading weights and caches."""
+    """Time of one decoding step beyond reading weights and KV caches."""
     reserved_gib: float
-    """Of the driver, of communicators' buffers and of libraries' workspaces on every accelerator."""
+    """Memory of the driver, the communicators' buffers and the libraries' workspaces on each accelerator."""
     fragmentation: float
-    """Share of activations and workspace that the allocator holds beyond what is in use."""
+    """Memory that the allocator holds but does not use, as a fraction of activations and workspace."""
     activation_factor: float = 1.0
-    """Of what activations.py counts; above 1 where layers are made of unfused operations."""
+    """Factor on the bytes that activations.py counts; above 1 if layers consist of unfused operations."""
     error_low: float = 0.7
     error_high: float = 1.4
-    """Published or measured step times lie between these multiples of the predicted one."""
+    """Published or measured step times are between these multiples of the predicted one."""
     cores: float = 0.0
-    """CPU cores of a machine whose ranks share them (two threads of one core are less than two); 0: each rank has an accelerator
-    of its own."""
+    """CPU cores of a machine whose ranks share them (two threads of one core count less than 2); 0 if each rank has its own
+    accelerator."""
     source: str = ""
 
     def tflops(self, precision: str) -> float:
@@ -81,29 +82,40 @@ def known_machines() -> dict[str, Machine]:
 
 
 def machine_named(name: str, file: Path | None = None) -> Machine:
-    """From the built-in table, or from a file of the same form, which may name what it starts from: `base = "h200"`."""
+    """Finds a machine in the built-in table or in a file.
+
+    Args:
+        name: Name of the machine.
+        file: TOML file in the form of machines.toml. A table may take missing values from another machine: `base = "h200"`.
+
+    Returns:
+        The machine.
+
+    Raises:
+        MachineError: The name is unknown, or the file is no valid table of machines.
+    """
     machines = known_machines()
     if file is not None:
         try:
             tree = tomllib.loads(file.read_text())
-        except (OSError, ValueError) as error:  # no TOML, or no text at all
+        except (OSError, ValueError) as error:  # unreadable, no TOML, or no UTF-8 text
             raise MachineError(
                 f"{file}: {error}; give a TOML file with a table [{name}] as in megatron_rl/planner/machines.toml"
             ) from error
         machines |= _read_all(tree, str(file), machines)
     if name not in machines:
         raise MachineError(
-            f"gpu type '{name}' is not known; known are {', '.join(machines)}; others come from a file: --machines FILE"
+            f"gpu type '{name}' is not known; known are {', '.join(machines)}; for another one give a file: --machines FILE"
         )
     return machines[name]
 
 
 def _read_all(tree: dict[str, Any], where: str, known: dict[str, Machine]) -> dict[str, Machine]:
-    """The machines of one file, in its order; each may start from one of `known` or from one before it."""
+    """The machines of one file, in its order; the base of each is one of `known` or an earlier one of the file."""
     found: dict[str, Machine] = {}
     for name, table in tree.items():
         if not isinstance(table, dict):
-            raise MachineError(f"{where}: {name} = {table!r} is outside of a table; write [{name}]")
+            raise MachineError(f"{where}: {name} = {table!r} is not a table; write [{name}]")
         found[name] = _read_one(name, table, where, known | found)
     return found
 
@@ -115,9 +127,9 @@ def _read_one(name: str, table: dict[str, Any], where: str, known: dict[str, Mac
     if base is not None and base not in known:
         raise MachineError(f"{where}: [{name}] base = {base!r} is not known; known are {', '.join(known)}")
     if strange := sorted(values.keys() - names.keys()):
-        raise MachineError(f"{where}: [{name}] {', '.join(strange)}: not known; known are {', '.join(names)}")
+        raise MachineError(f"{where}: [{name}] unknown {', '.join(strange)}; known are {', '.join(names)}")
     if wrong := [key for key, value in values.items() if key != "source" and not _is_amount(value)]:
-        raise MachineError(f"{where}: [{name}] {', '.join(wrong)}: has to be a number, 0 or more")
+        raise MachineError(f"{where}: [{name}] {', '.join(wrong)} must be a number, 0 or more")
     needed = {key for key, field in names.items() if field.default is MISSING}
     if base is None and (missing := sorted(needed - values.keys())):
         raise MachineError(f"{where}: [{name}] has no {', '.join(missing)}; add them, or a base that has them")
@@ -129,6 +141,6 @@ def _is_amount(value: Any) -> bool:
 
 
 def to_toml(machine: Machine) -> str:
-    """The machine as a table that --machines takes."""
+    """The machine as TOML text that --machines reads."""
     values = {key: value for key, value in asdict(machine).items() if key != "name"}
     return tomli_w.dumps({machine.name: values})

@@ -1,6 +1,6 @@
-"""Measure this machine: a shrunken model in several layouts, each in fresh processes; then fit the machine's factors and compare.
+"""Measures this machine: runs a shrunken model in several layouts, each in new processes, and fits the machine's factors.
 
-Some layouts serve for the fit, the others only for the comparison, which is what a prediction is worth.
+The fit uses some of the layouts. The others are held out: their errors show how well the machine predicts.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,12 +22,12 @@ from megatron_rl.weight_mapping.shrink import SmallSizes, shrink_model
 MEASURED = "measured"
 """Name of the fitted machine."""
 LARGEST_TIME_ERROR, LARGEST_MEMORY_ERROR = 0.25, 0.10
-"""Of a layout that the fit has not seen; beyond them the measurement was disturbed, or the model of the machine is wrong."""
+"""Bounds on the errors of a held-out layout. Beyond them the measurement was disturbed, or the cost model is wrong."""
 
 AGREE, FEWEST_ROUNDS, MOST_ROUNDS = 1.04, 3, 6
-"""All cases run in turn, round after round, each until its two fastest runs differ by less than this factor.
+"""All cases run once per round, each until the times of its two fastest runs differ by less than the factor AGREE.
 
-Other work on the machine slows it for a while; consecutive runs of one case would attribute that to the case."""
+Other work on the machine slows it for a while; if one case ran several times in a row, the delay would be attributed to it."""
 
 MEASURED_SIZES = SmallSizes(
     {
@@ -56,7 +56,7 @@ MEASURED_SIZES = SmallSizes(
         "mlp_only_layers": [],
     }
 )
-"""Large enough that a step is matrix products and not Python, small enough for a laptop."""
+"""Large enough that matrix products dominate a step rather than Python, small enough for a laptop."""
 
 
 def _case(layout: Layout, sequences: int, sequences_at_once: int, recompute: Recompute = "none", *, fits: bool = False) -> Case:
@@ -82,7 +82,7 @@ DENSE_CASES = tuple(case for case in CASES if case.candidate.layout.ep == case.c
 
 @dataclass(frozen=True)
 class Comparison:
-    """One case, predicted by the fitted machine and measured."""
+    """Prediction of the fitted machine and measurement of one case."""
 
     case: Case
     predicted_s: float
@@ -90,7 +90,7 @@ class Comparison:
     predicted_bytes: float
     measured_bytes: float
     settled: bool = True
-    """Whether the two fastest of its runs agree."""
+    """Whether the times of its two fastest runs agree."""
 
     @property
     def time_error(self) -> float:
@@ -104,14 +104,24 @@ class Comparison:
 
     @property
     def is_good(self) -> bool:
-        """Whether both errors are within their bounds."""
+        """Whether both errors are within the bounds of a held-out layout."""
         return abs(self.time_error) <= LARGEST_TIME_ERROR and abs(self.memory_error) <= LARGEST_MEMORY_ERROR
 
 
 def measure_machine(
     config: Config, hf_config: Mapping[str, Any], machine: Machine, announce: Callable[[str], None]
 ) -> tuple[Machine, list[Comparison]]:
-    """The machine with fitted factors, and how well it predicts; `announce` is told what runs."""
+    """Measures this machine and fits its factors.
+
+    Args:
+        config: Configuration of a run on this machine.
+        hf_config: config.json of the model, which is shrunken.
+        machine: The machine with the starting values.
+        announce: Called with one line before each measurement.
+
+    Returns:
+        The machine with fitted factors, and predictions and measurements of all cases.
+    """
     small = shrink_model(hf_config, MEASURED_SIZES)
     counts = ParameterCounts(small)
     cases = CASES if counts.architecture.moe else DENSE_CASES
@@ -140,12 +150,12 @@ def _is_settled(runs: list[RankMeasurement]) -> bool:
 
 
 def _run(config: Config, case: Case) -> RankMeasurement:
-    """The slowest and the fullest of its ranks.
+    """Time of the slowest and memory of the fullest rank.
 
-    Fresh processes: memory that an earlier case left behind would count as this one's.
+    The processes are new, because memory that an earlier case left allocated would be counted for this one.
     """
-    with TemporaryDirectory() as folder, RankPool(case.candidate.layout.world_size, Path(folder) / "log", forked=False) as world:
-        ranks = world.run(measure, config, case.num_sequences, SEQUENCE // 2, SEQUENCE // 2)
+    with TemporaryDirectory() as folder, RankPool(case.candidate.layout.world_size, Path(folder) / "log", forked=False) as pool:
+        ranks = pool.run(measure, config, case.num_sequences, SEQUENCE // 2, SEQUENCE // 2)
     return RankMeasurement(max(rank.step_s for rank in ranks), max(rank.peak_bytes for rank in ranks))
 
 

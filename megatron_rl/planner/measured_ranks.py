@@ -1,6 +1,7 @@
-"""What the ranks of a measurement run: a few supervised steps of a shrunken model, and how long and how large they were.
+"""What the ranks of a measurement run: a few supervised steps of a shrunken model, of which time and memory are measured.
 
-Whatever loads Megatron is imported inside functions: the asking process names these functions, and has no stand-in for CUDA.
+Whatever loads Megatron is imported inside functions, because the process that sends these functions to the ranks has no stand-in
+for CUDA.
 """
 
 import ctypes
@@ -29,28 +30,28 @@ WARM_UP, STEPS = 1, 4
 _WEIGHT_STD = 0.02
 _M_MMAP_THRESHOLD = -3
 _M_TRIM_THRESHOLD = -1
-"""glibc's numbers of the settings (malloc.h)."""
+"""Parameters of glibc's mallopt (malloc.h)."""
 _SMALLEST_TENSOR = 1 << 16
 _LARGEST_TENSOR = 1 << 25
-"""Bytes from which a tensor has pages of its own; the second is the largest that glibc takes."""
+"""Bytes above which malloc maps a tensor's memory by mmap; the second is the largest value that glibc accepts."""
 _NEVER = 2**31 - 1
-"""Free bytes from which the heap shrinks. Otherwise a step's activations would be taken from the system anew in each step."""
+"""Free bytes above which the heap shrinks: it never does, or each step would request its activations from the system again."""
 _RESET_PEAK = "5"
-"""Of /proc/PID/clear_refs (proc(5))."""
+"""Value of /proc/PID/clear_refs that resets the peak of resident memory (proc(5))."""
 
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """Of one rank."""
+    """Time and memory of one rank."""
 
     step_s: float
-    """The fastest of a few steps: what others do on the machine only adds to a step."""
+    """Seconds of the fastest of a few steps: other work on the machine can only make a step longer."""
     peak_bytes: int
-    """Resident memory of the process at its fullest moment."""
+    """Peak of the process's resident memory."""
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """Made when they are asked for, so that the model's own memory is all that there is of it."""
+    """Random weights by Hugging Face name, created when they are read, so that only the model's copy uses memory."""
 
     def __init__(self, table: ParameterTable) -> None:
         self._shapes = table.hf_shapes
@@ -68,7 +69,18 @@ class RandomWeights(Mapping[str, Tensor]):
 
 
 def measure(_rank: int, config: Config, num_sequences: int, prompt_tokens: int, response_tokens: int) -> RankMeasurement:
-    """Sequences are all of one length, so that every microbatch is full."""
+    """Measures training steps on one rank. All sequences have the same length, so that every microbatch is full.
+
+    Args:
+        _rank: The rank.
+        config: Configuration of the shrunken model and its layout.
+        num_sequences: Sequences of a step.
+        prompt_tokens: Tokens of each prompt.
+        response_tokens: Tokens of each response.
+
+    Returns:
+        The rank's time and memory.
+    """
     _own_pages_for_tensors()
     with parallel_layout(config.parallel_layout) as groups:
         hf_config = config.model.architecture or {}
@@ -76,7 +88,7 @@ def measure(_rank: int, config: Config, num_sequences: int, prompt_tokens: int, 
         engine = build_engine(config, groups, hf_config, RandomWeights(table))
         plan = _plan(table, num_sequences, prompt_tokens, response_tokens)
         microbatches = _microbatches(config, table, plan, groups)
-        for step in range(2):  # the first makes what stays, gradients and buffers of communication
+        for step in range(2):  # the first allocates what stays: gradients and communication buffers
             _forget_peak()
             engine.train_step(microbatches, SupervisedLoss(), Denominators.of(plan), step=step, learning_rate=1e-5)
         peak, seconds = _peak_bytes(), []
@@ -105,10 +117,9 @@ def _microbatches(config: Config, table: ParameterTable, plan: SupervisedPlan, g
 
 
 def _own_pages_for_tensors() -> None:
-    """From here on resident memory is what is in use.
+    """Makes resident memory equal to the memory in use: a freed tensor returns to the system at once and leaves no hole.
 
-    A freed tensor goes back to the system at once, and leaves no hole that it cannot go back from. It costs time, so that steps
-    are timed without.
+    This makes steps slower, so that it is off while they are timed.
     """
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _SMALLEST_TENSOR)
 

@@ -1,4 +1,4 @@
-"""Memory of one rank, term by term, and of its node's host."""
+"""Device memory of one rank, term by term, and its host memory."""
 
 from dataclasses import dataclass
 
@@ -17,33 +17,47 @@ from megatron_rl.planner.optimizers import OPTIMIZERS
 from megatron_rl.planner.workload import GIB, Candidate, Workload
 
 CHUNK_BYTES = 16 << 20
-"""Of a chunk of logits, and of a widened chunk of the output weight, on the keep-set operation's dense route."""
+"""Bytes of a chunk of logits, and of an fp32 chunk of the output weight, in the keep-set operation's dense path."""
 PROCESS_BYTES = 6 * GIB
 """Host memory of a rank's process: libraries, pinned buffers of the driver."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at its fullest moment, by what they are for."""
+    """Peak memory of one rank."""
 
     stage: int
+    """Pipeline stage of the rank."""
     terms: dict[str, float]
+    """Bytes by purpose."""
 
     @property
     def total(self) -> float:
-        """Bytes of all terms."""
+        """Sum of the terms in bytes."""
         return sum(self.terms.values())
 
     @property
     def gib(self) -> float:
-        """GiB of all terms."""
+        """Sum of the terms in GiB."""
         return self.total / GIB
 
 
 def static_terms(counts: ParameterCounts, work: Workload, candidate: Candidate, stage: int) -> dict[str, float]:
-    """What lies there from the first step on: Megatron's buffers of parameters and gradients, the optimizer's shard.
+    """Memory that stays allocated from the first step on: Megatron's parameter and gradient buffers, the optimizer's shard.
 
-    Of the data-parallel ranks the fullest, whose piece of the buffers holds no padding.
+    Of the data-parallel ranks it is the fullest one, whose shard of the buffers has no padding.
+
+    Args:
+        counts: Parameters of the model.
+        work: The training step.
+        candidate: The layout.
+        stage: Index of the pipeline stage.
+
+    Returns:
+        Bytes by purpose.
+
+    Raises:
+        LayoutError: The layout cannot shard a parameter.
     """
     layout = candidate.layout
     buffers, shard, matrices, matrix_shard, untrained = 0, 0.0, 0, 0.0, 0
@@ -59,7 +73,7 @@ def static_terms(counts: ParameterCounts, work: Workload, candidate: Candidate, 
         untrained += held.dense.untrained + held.expert.untrained
     return {
         "parameters": work.parameter_bytes * buffers + 4.0 * untrained,
-        # One fake-quantised copy of each matrix, which all microbatches in flight share.
+        # One fake-quantised copy of each matrix, which all microbatches in flight use.
         "quantised weights": float(work.parameter_bytes * matrices) if work.rollout_weights == "nvfp4" else 0.0,
         "gradients": 4.0 * buffers,
         "master weights": 0.0 if work.parameter_bytes == 4 else 4.0 * shard,
@@ -68,7 +82,21 @@ def static_terms(counts: ParameterCounts, work: Workload, candidate: Candidate, 
 
 
 def rank_memory(counts: ParameterCounts, work: Workload, candidate: Candidate, machine: Machine, stage: int) -> Memory:
-    """Of the busiest rank of a stage."""
+    """Peak memory of the busiest rank of a stage.
+
+    Args:
+        counts: Parameters of the model.
+        work: The training step.
+        candidate: The layout and its microbatches.
+        machine: The machine.
+        stage: Index of the pipeline stage.
+
+    Returns:
+        The memory by purpose.
+
+    Raises:
+        LayoutError: The layout cannot shard a parameter.
+    """
     terms = static_terms(counts, work, candidate, stage)
     kept, workspace = _layers(counts, work, candidate, stage)
     factor = machine.activation_factor
@@ -76,7 +104,7 @@ def rank_memory(counts: ParameterCounts, work: Workload, candidate: Candidate, m
     head = head if stage == candidate.layout.pp - 1 else 0.0
     terms |= {
         "activations": factor * kept,
-        # The head's backward pass is over before the layers' begins.
+        # The output layer's backward pass ends before that of the layers begins.
         "workspace": max(0.0, factor * workspace - head),
         "output layer": head,
         "replayed routes": _route_bytes(counts, work, candidate, stage),
@@ -92,14 +120,27 @@ def rank_memory(counts: ParameterCounts, work: Workload, candidate: Candidate, m
 
 
 def most_loaded(counts: ParameterCounts, work: Workload, candidate: Candidate, machine: Machine) -> Memory:
-    """Every stage is looked at."""
+    """Peak memory of the stage that uses most.
+
+    Args:
+        counts: Parameters of the model.
+        work: The training step.
+        candidate: The layout and its microbatches.
+        machine: The machine.
+
+    Returns:
+        The memory of that stage's busiest rank.
+
+    Raises:
+        LayoutError: The layout cannot shard a parameter.
+    """
     return max(
         (rank_memory(counts, work, candidate, machine, s) for s in range(candidate.layout.pp)), key=lambda memory: memory.total
     )
 
 
 def _layers(counts: ParameterCounts, work: Workload, candidate: Candidate, stage: int) -> tuple[float, float]:
-    """(bytes kept by all chunks in flight, workspace of the one layer whose backward pass runs)."""
+    """Bytes that all chunks in flight keep, and the workspace of the one layer whose backward pass runs."""
     model, layout, tokens = counts.architecture, candidate.layout, candidate.microbatch_tokens
     sparse_layers = set(model.moe_layers)
     of_kind: dict[bool, LayerBytes] = {
@@ -117,14 +158,21 @@ def _layers(counts: ParameterCounts, work: Workload, candidate: Candidate, stage
 
 
 def output_layer_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate) -> dict[str, float]:
-    """The last stage's output layer on one microbatch, in the three ways that it can be computed.
+    """Memory of the output layer for one microbatch, for each of the three ways to compute it.
 
-    dense: logits of every token in the model's type and in fp32, and their gradient, as a plain vocabulary-parallel cross entropy
-    has them. chunked: the same numbers, one chunk of the vocabulary at a time. keep-set: kept ids alone.
+    Args:
+        counts: Parameters of the model.
+        work: The training step.
+        candidate: The layout and its microbatches.
+
+    Returns:
+        Bytes by way. "dense": logits of every token in the model's dtype and in fp32, and their gradient, as in a plain
+        vocabulary-parallel cross entropy. "chunked": the same numbers, one chunk of the vocabulary at a time. "keep-set": only
+        the kept ids.
     """
     model, layout, p = counts.architecture, candidate.layout, work.parameter_bytes
     tokens = candidate.microbatch_tokens / layout.cp
-    # The hidden states of all tokens, gathered where they were cut, and their gradient in fp32 before it is reduced.
+    # The hidden states of all tokens, gathered under sequence parallelism, and their fp32 gradient before it is reduced.
     hidden = tokens * model.hidden_size * ((p if candidate.sp > 1 else 0) + 4)
     statistics = 6 * 4 * tokens
     rows = model.vocab_size / layout.tp
@@ -139,10 +187,7 @@ def output_layer_bytes(counts: ParameterCounts, work: Workload, candidate: Candi
 
 
 def _route_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate, stage: int) -> float:
-    """Recorded experts of the step's tokens for this stage's layers, as int64.
-
-    All microbatches are prepared before the first runs.
-    """
+    """Recorded experts of all microbatches for this stage's layers, int64: they are prepared before the first one runs."""
     model, layout = counts.architecture, candidate.layout
     if model.moe is None or not work.replays_routes:
         return 0.0
@@ -152,7 +197,7 @@ def _route_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate, 
 
 
 def _communication_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate) -> float:
-    """The gathered input of a linear map, the rows on their way to and from other experts, a stage's inputs and outputs."""
+    """Gathered input of a linear layer, rows sent to and from other experts, inputs and outputs of a stage."""
     model, layout, p, tokens = counts.architecture, candidate.layout, work.parameter_bytes, candidate.microbatch_tokens
     row = p * model.hidden_size
     gathered = row * tokens / layout.cp if candidate.sp > 1 else 0.0
@@ -168,7 +213,7 @@ def _kv_width(counts: ParameterCounts) -> float:
 
 
 def _update_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate, stage: int) -> float:
-    """The moments outside the passes: the optimizer's update, or a weight update's buckets and one whole tensor."""
+    """Peak outside the passes: the optimizer's update, or the buckets of a weight update and one gathered tensor."""
     held = [counts.chunk(candidate.layout, stage, chunk) for chunk in range(candidate.layout.vpp)]
     largest_dense = max(max(part.dense.largest, part.tied.largest) for part in held) * candidate.layout.tp
     largest_expert = max(part.expert.largest for part in held) * candidate.layout.etp
@@ -179,9 +224,15 @@ def _update_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate,
 
 
 def host_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate) -> float:
-    """Host memory of one rank.
+    """Host memory of one rank: its process, the step's payload, a checkpoint that is being written, the reference's weights.
 
-    Its process, the step's payloads, a checkpoint on its way to the disk, and the reference's weights.
+    Args:
+        counts: Parameters of the model.
+        work: The training step.
+        candidate: The layout and its microbatches.
+
+    Returns:
+        The bytes.
     """
     model, layout = counts.architecture, candidate.layout
     stages = range(layout.pp)
@@ -193,7 +244,7 @@ def host_bytes(counts: ParameterCounts, work: Workload, candidate: Candidate) ->
     )
     routes = layers * moe.top_k * (1 if moe.num_experts < 256 else 2) if moe and work.replays_routes else 0
     keep_sets = work.loss_share * (work.singletons + (1 - work.singletons) * work.mean_keep_set) * 4
-    payload = 2 * tokens * (70 + routes + keep_sets)  # the microbatches, and the rollouts that they are made from
+    payload = 2 * tokens * (70 + routes + keep_sets)  # the microbatches and the rollouts that they are made of
     checkpoint = static["master weights"] + static["optimizer state"] + static["parameters"] / max(1, layout.dp)
     reference = static["parameters"] if work.keeps_reference else 0.0
     return PROCESS_BYTES + payload + checkpoint + reference

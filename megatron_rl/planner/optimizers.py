@@ -1,4 +1,4 @@
-"""What an optimizer costs a rank: bytes of its state, bytes and seconds of its update; one class for each `optimizer.name`."""
+"""What an optimizer costs a rank: bytes of its state, bytes and seconds of its update. One class per `optimizer.name`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,26 +11,29 @@ MUON_BATCH = 16 << 20
 """Elements of the matrices that are orthogonalised together."""
 NEWTON_SCHULZ_STEPS = 5
 FP32_SLOWDOWN = 15.0
-"""Of products in fp32 against bf16: an H100's data sheet says 67 against 989 TFLOPS."""
+"""Time of a product in fp32 over its time in bf16: an H100's data sheet has 67 and 989 TFLOPS."""
 
 
 class OptimizerCosts(ABC):
-    """Of one optimizer, at any layout."""
+    """Costs of one optimizer at any layout."""
 
     @abstractmethod
     def state_bytes(self, shard: float, matrix_shard: float) -> float:
         """Bytes of the moments on one data-parallel rank.
 
         Args:
-            shard: Elements of parameters that the rank updates.
-            matrix_shard: Those of them in weight matrices of attention, MLPs and experts.
+            shard: Elements of the parameters that the rank updates.
+            matrix_shard: Of these, the elements in weight matrices of attention, MLPs and experts.
+
+        Returns:
+            The bytes.
         """
 
     @abstractmethod
     def update_bytes(
         self, work: Workload, candidate: Candidate, held: Sequence[ChunkElements], largest: int, num_layers: int
     ) -> float:
-        """Bytes that an update needs for its time, beyond the state.
+        """Bytes that are allocated only during an update, beyond the state.
 
         Args:
             work: The training step.
@@ -38,27 +41,40 @@ class OptimizerCosts(ABC):
             held: Elements of each of the stage's chunks.
             largest: Elements of the largest matrix.
             num_layers: Layers of the stage.
+
+        Returns:
+            The bytes.
         """
 
     @abstractmethod
     def update_seconds(self, counts: ParameterCounts, work: Workload, candidate: Candidate, machine: Machine) -> float:
-        """Seconds of one update on the slowest stage."""
+        """Seconds of one update on the slowest stage.
+
+        Args:
+            counts: Parameters of the model.
+            work: The training step.
+            candidate: The layout.
+            machine: The machine.
+
+        Returns:
+            The seconds.
+        """
 
 
 class AdamWCosts(OptimizerCosts):
-    """Two fp32 moments of each element; the update is bound by memory."""
+    """AdamW: two fp32 moments per element; the update is bound by memory bandwidth."""
 
     bytes_per_element = 30.0
-    """Read and written in an update: gradient, master weight and moments in fp32, the new weight in the model's type."""
+    """Bytes that an update reads and writes: gradient, master weight and moments in fp32, the new weight in the model's dtype."""
 
     def state_bytes(self, shard: float, matrix_shard: float) -> float:
-        """Bytes of the moments on one data-parallel rank."""
+        """Bytes of two fp32 moments per element."""
         return 8.0 * shard
 
     def update_bytes(
         self, work: Workload, candidate: Candidate, held: Sequence[ChunkElements], largest: int, num_layers: int
     ) -> float:
-        """Nothing beyond the state."""
+        """AdamW allocates nothing beyond its state."""
         return 0.0
 
     def update_seconds(self, counts: ParameterCounts, work: Workload, candidate: Candidate, machine: Machine) -> float:
@@ -72,19 +88,19 @@ class AdamWCosts(OptimizerCosts):
 
 
 class MuonCosts(AdamWCosts):
-    """One fp32 momentum of matrices and AdamW for the rest.
+    """Muon: one fp32 momentum per element of the matrices, and AdamW for the other parameters.
 
-    The iteration is spread over the ranks that share a matrix's replicas.
+    The ranks that hold replicas of a matrix divide the orthogonalisation among themselves.
     """
 
     def state_bytes(self, shard: float, matrix_shard: float) -> float:
-        """Bytes of the moments on one data-parallel rank."""
+        """Bytes of one fp32 moment per element of the matrices, two per element of the others."""
         return 8.0 * shard - 4.0 * matrix_shard
 
     def update_bytes(
         self, work: Workload, candidate: Candidate, held: Sequence[ChunkElements], largest: int, num_layers: int
     ) -> float:
-        """A rank's share of two rounds, sent and received, and four fp32 copies of the matrices orthogonalised together."""
+        """Bytes of two rounds, sent and received, and of four fp32 copies of the matrices that are orthogonalised together."""
         layout = candidate.layout
         share = 4 * sum(part.dense.matrices / (layout.dp * layout.cp) + part.expert.matrices / layout.edp for part in held)
         of_round = min(share, max(work.muon_round_bytes, share / num_layers))  # one layer at least
@@ -109,4 +125,4 @@ def _smaller_side(counts: ParameterCounts) -> int:
 
 
 OPTIMIZERS: dict[str, OptimizerCosts] = {"adamw": AdamWCosts(), "muon": MuonCosts()}
-"""By `optimizer.name`."""
+"""The costs by `optimizer.name`."""

@@ -1,4 +1,4 @@
-"""A plan as a picture: memory of each stage's fullest rank, term by term, and a step's timeline with its bubble."""
+"""Draws a plan: memory of each stage's fullest rank, term by term, and the timeline of a step with its bubble."""
 
 from pathlib import Path
 from typing import Any
@@ -14,29 +14,44 @@ from megatron_rl.planner.workload import GIB, Workload
 
 FORMATS = (".svg", ".png")
 MOST_STAGES = 16
-"""Rows of the timeline."""
+"""Most stages that the timeline shows."""
 ROUNDS = 3
-"""Microbatches drawn, in numbers of stages: filling and draining look the same however many there are between."""
+"""Microbatches drawn, as a multiple of the stages: warm-up and cool-down look the same however many are between."""
 
 
 def check_format(file: Path) -> None:
-    """Return if a picture can be written there.
+    """Checks that a picture can be written.
+
+    Args:
+        file: The picture's file.
 
     Raises:
-        ConfigError: The ending of its name is not known.
-        FileAccessError: No file can be written there.
+        ConfigError: The suffix is unknown.
+        FileAccessError: The file cannot be written there.
     """
     if file.suffix not in FORMATS:
-        raise ConfigError(f"--picture {file}: the name has to end in {' or '.join(FORMATS)}")
+        raise ConfigError(f"--picture {file}: the suffix must be {' or '.join(FORMATS)}")
     check_output_file("--picture", file)
 
 
 def draw(file: Path, counts: ParameterCounts, work: Workload, scored: Scored, machine: Machine) -> None:
-    """Write the file; its ending says whether it is SVG or PNG."""
+    """Draws one layout to a file.
+
+    Args:
+        file: The picture; its suffix selects SVG or PNG.
+        counts: Parameters of the model.
+        work: The training step.
+        scored: The layout with its time.
+        machine: The machine.
+
+    Raises:
+        ConfigError: The suffix is unknown.
+        FileAccessError: The file cannot be written there.
+    """
     check_format(file)
     import matplotlib as mpl
 
-    mpl.use("Agg")  # no display is asked for
+    mpl.use("Agg")  # needs no display
     from matplotlib import pyplot as plt
 
     figure, (memory_axes, time_axes) = plt.subplots(2, 1, figsize=(12, 9), layout="constrained")
@@ -82,13 +97,13 @@ def _draw_timeline(axes: Any, scored: Scored) -> None:
     axes.set(
         xlabel=f"seconds; {drawn} of {time.microbatches} microbatches, forward in blue, backward in orange, chunks in shades",
         ylabel="stage",
-        title=f"one pass over the pipeline: idle {idle:.0%} of what is drawn, {time.bubble_share:.0%} of a whole step",
+        title=f"pipeline schedule: bubble {idle:.0%} of what is shown, {time.bubble_share:.0%} of a full step",
     )
     axes.invert_yaxis()
 
 
 def bubble_of(spans: list[Span], pp: int) -> float:
-    """Share of all stages' time, from the first pass to the last, in which a stage waits."""
+    """Fraction of all stages' time, from the first pass to the last, in which a stage is idle."""
     end = max(span.end for span in spans)
     return 1 - sum(span.end - span.begin for span in spans) / (pp * end)
 

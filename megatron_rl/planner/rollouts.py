@@ -1,7 +1,4 @@
-"""The servers' side.
-
-What fits into their memory, how many tokens a second they sample, and how long an update of their weights takes.
-"""
+"""Predicts the inference servers: what fits into their memory, their tokens per second, and the seconds of a weight update."""
 
 from dataclasses import dataclass
 
@@ -13,32 +10,45 @@ from megatron_rl.planner.workload import GIB, Workload
 from megatron_rl.weight_mapping import LatentAttention, ModelArchitecture, Role
 
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4 / 128**2, "nvfp4": 0.5 + 1 / 16}
-"""Of an element of a quantised matrix with its scales (a byte for 16 in NVFP4, 4 bytes for 128 x 128 in FP8); the rest stays in
-bf16."""
+"""Bytes per element of a quantised matrix, scales included (1 byte per 16 elements in NVFP4, 4 bytes per block of 128 x 128 in
+FP8). Other parameters stay in bf16."""
 SERVER_GIB = 4.0
-"""vLLM's activations and graphs, on each accelerator, inside of what gpu_memory_utilization allows."""
+"""vLLM's activations and CUDA graphs on each accelerator, as a part of what gpu_memory_utilization allows."""
 PREFILL_EFFICIENCY = 0.4
+"""Fraction of the peak that a prefill reaches."""
 
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """One vLLM server, and how fast it samples."""
+    """One vLLM server and its predicted speed."""
 
     tensor: int
+    """Tensor-parallel size."""
     expert: int
-    """Ranks that the experts are spread over; as many as tensor, or 1: each expert cut over all ranks."""
+    """Expert-parallel size: equal to `tensor`, or 1 if each expert is sharded over all ranks."""
     sequences: int
-    """In flight at once."""
+    """Sequences in flight at once."""
     weights_gib: float
     """On each accelerator."""
     cache_gib: float
+    """KV caches of the sequences in flight, on each accelerator."""
     tokens_per_s: float
-    """Generated, by the whole server."""
+    """Generated tokens of the server."""
     limit: str
+    """What takes most of a decoding step, and what bounds the batch."""
 
 
 def kv_bytes_per_token(model: ModelArchitecture, work: Workload, tensor: int) -> float:
-    """Of all layers, on each accelerator of a server. MLA's compressed cache is the same on all of them."""
+    """Bytes of KV cache per token over all layers, on each accelerator of a server.
+
+    Args:
+        model: The model's architecture.
+        work: The training step.
+        tensor: Tensor-parallel size. It does not divide MLA's compressed cache, which is replicated.
+
+    Returns:
+        The bytes.
+    """
     a, p = model.attention, work.parameter_bytes
     if isinstance(a, LatentAttention):
         return float(p * (a.kv_lora_rank + a.qk_rope_head_dim) * model.num_layers)
@@ -46,7 +56,7 @@ def kv_bytes_per_token(model: ModelArchitecture, work: Workload, tensor: int) ->
 
 
 def weight_bytes(counts: ParameterCounts, work: Workload) -> float:
-    """Of the whole model, as the servers hold it."""
+    """Bytes of the full model in the servers' precision."""
     matrices = sum(counts.full_layers((Role.ATTENTION, Role.MLP, Role.EXPERT)))
     rest = counts.num_parameters - matrices
     return matrices * WEIGHT_BYTES[work.rollout_weights] + rest * (4.0 if work.rollout_weights == "fp32" else 2.0)
@@ -55,14 +65,26 @@ def weight_bytes(counts: ParameterCounts, work: Workload) -> float:
 def server_plan(
     counts: ParameterCounts, work: Workload, machine: Machine, tensor: int, servers: int, *, utilization: float = 0.85
 ) -> ServerPlan | None:
-    """Of one of `servers`. None where the weights and the cache of one sequence do not fit."""
+    """Predicts memory and speed of a server.
+
+    Args:
+        counts: Parameters of the model.
+        work: The training step.
+        machine: The machine.
+        tensor: Tensor-parallel size of the server.
+        servers: Number of servers, which share the sequences in flight.
+        utilization: vLLM's gpu_memory_utilization.
+
+    Returns:
+        The server; None if the weights and the cache of one sequence do not fit.
+    """
     model = counts.architecture
     weights = weight_bytes(counts, work) / tensor
     room = machine.memory_gib * GIB * utilization - SERVER_GIB * GIB - weights
     per_token = kv_bytes_per_token(model, work, tensor)
     if room < per_token * work.longest_sequence:
         return None
-    # Sequences are on average half done; the pool is sized for that, and preempts where it was too small.
+    # Sequences in flight are on average half complete; the KV cache is sized for that, and vLLM preempts if it is too small.
     context = work.mean_prompt + work.mean_response / 2
     bounds = {
         "servers.max_num_seqs": work.max_num_seqs,
@@ -89,7 +111,19 @@ def server_plan(
 def decode_seconds(
     counts: ParameterCounts, work: Workload, machine: Machine, tensor: int, sequences: int, context: float
 ) -> tuple[float, str]:
-    """One token for each sequence; and what takes most of it."""
+    """Predicts one decoding step, which samples one token of each sequence.
+
+    Args:
+        counts: Parameters of the model.
+        work: The training step.
+        machine: The machine.
+        tensor: Tensor-parallel size of the server.
+        sequences: Sequences in flight.
+        context: Tokens that each sequence has so far, on average.
+
+    Returns:
+        Seconds of the step, and what takes most of them.
+    """
     model, bandwidth = counts.architecture, machine.hbm_gb_s * 1e9 * machine.decode_efficiency
     experts = sum(counts.full_layers((Role.EXPERT,)))
     touched = 1.0
@@ -112,38 +146,68 @@ def decode_seconds(
 
 
 def prefill_seconds(counts: ParameterCounts, work: Workload, machine: Machine, tensor: int) -> float:
-    """Of one sequence's share of its prompt, which the samples of a group have in common."""
+    """Seconds to prefill one prompt, divided by the samples that share it.
+
+    Args:
+        counts: Parameters of the model.
+        work: The training step.
+        machine: The machine.
+        tensor: Tensor-parallel size of the server.
+
+    Returns:
+        Seconds per sampled sequence.
+    """
     flops = 2.0 * work.mean_prompt * _active(counts)
     flops += counts.architecture.num_layers * core_attention_flops(counts.architecture, work.mean_prompt, work.mean_prompt)
     return flops / (machine.tflops(work.rollout_weights) * 1e12 * PREFILL_EFFICIENCY * tensor) / work.samples_per_prompt
 
 
 def _active(counts: ParameterCounts) -> float:
-    """Elements that one token meets."""
+    """Parameters that are active for one token."""
     model = counts.architecture
     experts = sum(counts.full_layers((Role.EXPERT,)))
     return counts.num_parameters - (experts * (1 - model.moe.top_k / model.moe.num_experts) if model.moe else 0.0)
 
 
 def best_server(counts: ParameterCounts, work: Workload, machine: Machine, gpus: int) -> ServerPlan | None:
-    """The tensor-parallel size with the most tokens a second for each accelerator.
+    """Finds the tensor-parallel size with the most tokens per second and accelerator.
 
-    Within a node where the model fits into one.
+    Sizes are powers of two up to 64 that divide the attention heads and the accelerators.
+
+    Args:
+        counts: Parameters of the model.
+        work: The training step.
+        machine: The machine.
+        gpus: Number of accelerators for all servers.
+
+    Returns:
+        The best server; None if none fits.
     """
     attention = counts.architecture.attention
     plans = []
     tensor = 1
     while tensor <= min(gpus, 64):
         heads_divide = attention.num_heads % tensor == 0
-        whole_servers = gpus % tensor == 0
-        if heads_divide and whole_servers and (plan := server_plan(counts, work, machine, tensor, gpus // tensor)) is not None:
+        gpus_divide = gpus % tensor == 0
+        if heads_divide and gpus_divide and (plan := server_plan(counts, work, machine, tensor, gpus // tensor)) is not None:
             plans.append(plan)
         tensor *= 2
     return max(plans, key=lambda plan: plan.tokens_per_s / plan.tensor, default=None)
 
 
 def sync_seconds(counts: ParameterCounts, work: Workload, machine: Machine) -> float:
-    """Every tensor is gathered to rank 0 and sent from there, to all servers at once: bound by rank 0's own card."""
+    """Seconds of a weight update.
+
+    Rank 0 gathers every tensor and broadcasts it to all servers at once, so that its network card is the limit.
+
+    Args:
+        counts: Parameters of the model.
+        work: The training step.
+        machine: The machine.
+
+    Returns:
+        The seconds.
+    """
     sent = counts.num_parameters * float(work.parameter_bytes)
     bandwidth = (machine.network_gb_s if not machine.cores else machine.nvlink_gb_s) * 1e9 * machine.link_efficiency
     return sent / bandwidth

@@ -1,4 +1,4 @@
-"""Megatron's pipeline schedules as lists of passes, and the moments at which they run: 1F1B, interleaved where chunks > 1."""
+"""Megatron's pipeline schedules as lists of passes, and when each pass runs: 1F1B, interleaved if a stage has several chunks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Span:
-    """A pass and when it ran, in seconds from the start of the step."""
+    """One pass with its begin and end, in seconds from the start of the step."""
 
     stage: int
     what: Pass
@@ -24,11 +24,21 @@ class Span:
 
 
 def order_of(stage: int, pp: int, vpp: int, microbatches: int) -> list[Pass]:
-    """The passes of one stage in the order in which it runs them."""
+    """The order in which one stage runs its passes.
+
+    Args:
+        stage: Index of the pipeline stage.
+        pp: Pipeline stages.
+        vpp: Virtual chunks of a stage.
+        microbatches: Microbatches of the step.
+
+    Returns:
+        The passes, first to last.
+    """
     total = microbatches * vpp
     warm_up = min(total, pp - stage - 1 if vpp == 1 else (pp - stage - 1) * 2 + (vpp - 1) * pp)
     if vpp > 1 and microbatches == pp:
-        warm_up = total  # Megatron runs all forward passes first where no round would be left
+        warm_up = total  # Megatron runs all forward passes first if there is only one round
     forward = [_place(number, pp, vpp, backward=False) for number in range(total)]
     backward = [_place(number, pp, vpp, backward=True) for number in range(total)]
     steady = [step for pair in zip(forward[warm_up:], backward, strict=False) for step in pair]
@@ -50,9 +60,18 @@ def timeline(
     backward_s: Callable[[int, int], float],
     send_s: float,
 ) -> list[Span]:
-    """All passes with their moments; forward_s and backward_s of (stage, chunk).
+    """Simulates the schedule: each pass starts when its stage is free and its input has arrived.
 
-    Each starts when its stage is free and its input there.
+    Args:
+        pp: Pipeline stages.
+        vpp: Virtual chunks of a stage.
+        microbatches: Microbatches of the step.
+        forward_s: Seconds of a forward pass, called as forward_s(stage, chunk).
+        backward_s: Seconds of a backward pass, called in the same way.
+        send_s: Seconds to send activations or gradients between neighbouring stages.
+
+    Returns:
+        All passes of all stages with begin and end.
     """
     queues = [order_of(stage, pp, vpp, microbatches)[::-1] for stage in range(pp)]
     free = [0.0] * pp
@@ -68,12 +87,12 @@ def timeline(
                 done[stage, what] = free[stage]
                 spans.append(Span(stage, what, begin, free[stage]))
                 progress = True
-        assert progress, f"a schedule of {pp} stages, {vpp} chunks and {microbatches} microbatches waits for itself"
+        assert progress, f"a schedule of {pp} stages, {vpp} chunks and {microbatches} microbatches deadlocks"
     return spans
 
 
 def _ready(done: dict[tuple[int, Pass], float], stage: int, what: Pass, pp: int, vpp: int, send_s: float) -> float | None:
-    """When the input of a pass is there; None: not known yet."""
+    """Time at which the input of a pass arrives; None if it is not known yet."""
     position = what.chunk * pp + stage  # in the order of the layers
     if what.backward and position == pp * vpp - 1:
         return done.get((stage, Pass(False, what.microbatch, what.chunk)))
@@ -85,9 +104,16 @@ def _ready(done: dict[tuple[int, Pass], float], stage: int, what: Pass, pp: int,
 
 
 def pipeline_seconds(stage_s: list[float], vpp: int, microbatches: int, send_s: float) -> float:
-    """Of a whole schedule, without following it: the slowest stage's work, and the others' share of filling and draining.
+    """Seconds of a schedule without simulating it: the slowest stage's work, and the others' part in warm-up and cool-down.
 
-    stage_s: forward and backward pass of one microbatch through all chunks of each stage.
+    Args:
+        stage_s: For each stage, seconds of the forward and backward pass of one microbatch through all of its chunks.
+        vpp: Virtual chunks of a stage.
+        microbatches: Microbatches of the step.
+        send_s: Seconds to send activations or gradients between neighbouring stages.
+
+    Returns:
+        Seconds from the first pass to the last.
     """
     slowest = max(stage_s)
     return microbatches * slowest + (sum(stage_s) - slowest) / vpp + 2 * (len(stage_s) - 1) * send_s

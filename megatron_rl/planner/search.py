@@ -1,4 +1,4 @@
-"""The best layouts of a number of trainer ranks, and what is missing where none fits."""
+"""Searches the fastest layouts of a number of trainer ranks, and what memory is missing if none fits."""
 
 import heapq
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from megatron_rl.planner.workload import GIB, RECOMPUTE, Candidate, Workload
 from megatron_rl.topology import Layout, LayoutError
 
 MICROBATCHES_OF = (1, 2, 4)
-"""Lengths of a microbatch that are tried, in longest sequences."""
+"""Sizes of a microbatch that are tried, as multiples of the longest sequence."""
 HEADROOM = 0.04
-"""Share of the memory that a plan leaves free."""
+"""Fraction of the memory that a plan leaves free."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A layout that fits."""
+    """A layout with its predicted time and memory."""
 
     candidate: Candidate
     time: StepTime
@@ -28,21 +28,23 @@ class Scored:
 
     @property
     def seconds(self) -> float:
-        """Seconds of one step."""
+        """Seconds of one training step."""
         return self.time.total
 
 
 @dataclass(frozen=True)
 class Searched:
-    """The best first; and of those that do not fit, the one that lacks least."""
+    """Result of a search."""
 
     best: list[Scored]
+    """Layouts that fit, the fastest first."""
     num_evaluated: int
     nearest: tuple[Candidate, Memory] | None
+    """If none fits: the layout that lacks the fewest bytes."""
 
 
 class _Fastest:
-    """The `keep` fastest of what was added; of equals the earlier ones."""
+    """The `keep` fastest of the candidates that were added; of equally fast ones the earlier."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
@@ -62,9 +64,20 @@ class _Fastest:
 
 
 def search(counts: ParameterCounts, work: Workload, machine: Machine, world_size: int, node: int, *, keep: int = 5) -> Searched:
-    """The `keep` fastest of all layouts that divide the model and fit into memory. Of recomputation the least that fits.
+    """Searches the fastest of all layouts that divide the model and fit into memory, each with the least recomputation that fits.
 
-    Memory is looked at only where a layout would be among the fastest without recomputation: with it, it is slower still.
+    Memory is computed only if the layout would be among the fastest without recomputation, because recomputation makes it slower.
+
+    Args:
+        counts: Parameters of the model.
+        work: The training step.
+        machine: The machine.
+        world_size: Number of trainer ranks.
+        node: Ranks of one node.
+        keep: How many layouts to return.
+
+    Returns:
+        The fastest layouts, or the one that lacks the least memory.
     """
     fastest, num_evaluated = _Fastest(keep), 0
     nearest: tuple[float, Candidate] | None = None
@@ -91,7 +104,7 @@ def search(counts: ParameterCounts, work: Workload, machine: Machine, world_size
 
 
 def _static_missing(counts: ParameterCounts, work: Workload, machine: Machine, candidate: Candidate) -> float | None:
-    """Bytes that weights, gradients and optimizer state alone have too much; None: the layout does not cut the model."""
+    """Bytes by which weights, gradients and optimizer state alone exceed the memory; None if the model cannot be sharded so."""
     try:
         static = max(sum(static_terms(counts, work, candidate, stage).values()) for stage in _ends(candidate.layout))
     except LayoutError:
@@ -100,7 +113,7 @@ def _static_missing(counts: ParameterCounts, work: Workload, machine: Machine, c
 
 
 def _of_each_length(work: Workload, layout: Layout) -> Iterator[Candidate]:
-    """Without recomputation, the shortest microbatches first."""
+    """Candidates without recomputation, the smallest microbatches first."""
     for number in MICROBATCHES_OF:
         tokens = number * work.longest_sequence
         if number > 1 and tokens * layout.dp > work.tokens / work.updates:
@@ -109,10 +122,7 @@ def _of_each_length(work: Workload, layout: Layout) -> Iterator[Candidate]:
 
 
 def _least_recomputed(counts: ParameterCounts, work: Workload, machine: Machine, candidate: Candidate) -> tuple[Candidate, float]:
-    """The candidate with the first recomputation that fits, and 0.
-
-    With the last one and the bytes that it lacks where none does.
-    """
+    """The candidate with the least recomputation that fits, and 0; else with full recomputation and the missing bytes."""
     for recompute in RECOMPUTE:
         tried = candidate if recompute == candidate.recompute else replace(candidate, recompute=recompute)
         total = max(rank_memory(counts, work, tried, machine, stage).total for stage in _ends(candidate.layout))
@@ -122,20 +132,30 @@ def _least_recomputed(counts: ParameterCounts, work: Workload, machine: Machine,
 
 
 def room(machine: Machine) -> float:
-    """Bytes that a plan may fill: the last part is kept free for what the model of memory does not know."""
+    """Bytes that a plan may use; HEADROOM stays free for what the memory model does not count."""
     return machine.memory_gib * GIB * (1 - HEADROOM)
 
 
 def _ends(layout: Layout) -> set[int]:
-    """Stages among which the fullest is.
-
-    The first ones, which keep most microbatches, and the last, which has the output layer.
-    """
+    """Stages among which the fullest is: the first ones keep most microbatches, the last one has the output layer."""
     return {stage for stage in (0, 1, 2, layout.pp - 1) if 0 <= stage < layout.pp}
 
 
 def evaluate_candidate(counts: ParameterCounts, work: Workload, machine: Machine, candidate: Candidate) -> Scored:
-    """Of a named layout, whether it fits or not; LayoutError where it does not divide the model."""
+    """Predicts time and memory of one named layout, whether it fits or not.
+
+    Args:
+        counts: Parameters of the model.
+        work: The training step.
+        machine: The machine.
+        candidate: The layout and its microbatches.
+
+    Returns:
+        The layout with its time and the memory of its fullest stage.
+
+    Raises:
+        LayoutError: The layout does not divide the model.
+    """
     model = counts.architecture
     candidate.layout.check_model(
         num_layers=model.num_layers,
@@ -150,7 +170,19 @@ def evaluate_candidate(counts: ParameterCounts, work: Workload, machine: Machine
 def smallest_fitting_search(
     counts: ParameterCounts, work: Workload, machine: Machine, world_size: int, node: int, most: int = 16384
 ) -> Searched | None:
-    """The smallest doubling of the ranks at which something fits."""
+    """Doubles the number of ranks until a layout fits.
+
+    Args:
+        counts: Parameters of the model.
+        work: The training step.
+        machine: The machine.
+        world_size: Number of trainer ranks at which nothing fits.
+        node: Ranks of one node.
+        most: Largest number of ranks to try.
+
+    Returns:
+        The search at the first number of ranks at which a layout fits; None if there is none up to `most`.
+    """
     while (world_size := 2 * world_size) <= most:
         searched = search(counts, work, machine, world_size, node, keep=1)
         if searched.best:

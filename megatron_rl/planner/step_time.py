@@ -1,4 +1,4 @@
-"""Seconds of one training step on a layout, by what they are spent on."""
+"""Seconds of one training step on a layout, by kind of work."""
 
 import math
 from dataclasses import dataclass
@@ -15,39 +15,43 @@ from megatron_rl.planner.workload import Candidate, Workload
 
 @dataclass(frozen=True)
 class StagePass:
-    """One microbatch through all layers of a stage."""
+    """Seconds of one microbatch through all layers of a stage."""
 
     forward: Seconds
     backward: Seconds
 
     @property
     def total(self) -> float:
-        """Seconds of both passes."""
+        """Sum of both passes."""
         return self.forward.total + self.backward.total
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Of one step; the parts sum up to the total."""
+    """Predicted time of one step."""
 
     parts: dict[str, float]
+    """Seconds by kind of work, on the slowest stage."""
     stages: tuple[StagePass, ...]
+    """One microbatch on each stage."""
     microbatches: int
+    """Microbatches of each data-parallel rank in one optimizer step."""
     send_s: float
+    """Seconds to send one microbatch's activations to the next stage."""
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
+        """Sum of the parts."""
         return sum(self.parts.values())
 
     @property
     def bubble_share(self) -> float:
-        """Of the passes with gradient."""
+        """Fraction of the forward and backward passes that is bubble; scoring passes are not counted."""
         slowest = max(stage.total for stage in self.stages) * self.microbatches
         return self.parts["bubble"] / (slowest + self.parts["bubble"]) if slowest else 0.0
 
     def limit(self) -> str:
-        """What takes most."""
+        """The kind of work that takes most, with its percentage."""
         name = max(self.parts, key=lambda part: self.parts[part])
         return f"{name} {self.parts[name] / self.total:.0%}"
 
@@ -61,19 +65,35 @@ def step_time(
     precision: str = "bf16",
     overlaps_reduction: bool = False,
 ) -> StepTime:
-    """overlaps_reduction: gradients are reduced while the backward passes run; this program's engine does it afterwards."""
+    """Predicts one training step.
+
+    Args:
+        counts: Parameters of the model.
+        work: The training step.
+        candidate: The layout and its microbatches.
+        machine: The machine.
+        precision: Precision of the linear layers: bf16, fp8 or nvfp4.
+        overlaps_reduction: Whether gradients are reduced while the backward passes run. This program's engine reduces them
+            after the passes; published runs of other programs overlap.
+
+    Returns:
+        The seconds by kind of work.
+
+    Raises:
+        LayoutError: The layout cannot shard a parameter.
+    """
     layout, tokens, count = candidate.layout, candidate.mean_microbatch(work), candidate.microbatches(work)
     shared = _oversubscription(machine, layout.world_size)
     stages = stage_passes(counts, work, candidate, machine, tokens, precision)
     send = _send_seconds(counts, work, candidate, machine, tokens)
     busy = [stage.total for stage in stages]
     slowest = stages[busy.index(max(busy))]
-    whole = pipeline_seconds(busy, layout.vpp, count, send)
+    passes = pipeline_seconds(busy, layout.vpp, count, send)
     forward = pipeline_seconds([stage.forward.total for stage in stages], layout.vpp, count, send / 2)
     work_of_slowest = slowest.forward + slowest.backward
     parts = {name: count * seconds for name, seconds in zip(_PART_NAMES, work_of_slowest.parts, strict=True)}
-    parts["bubble"] = whole - sum(parts.values())
-    parts["waiting for others"] = whole * work.unevenness * math.sqrt(2 * math.log(_ranks_that_meet(candidate)))
+    parts["bubble"] = passes - sum(parts.values())
+    parts["waiting for others"] = passes * work.unevenness * math.sqrt(2 * math.log(_synchronised_ranks(candidate)))
     parts["scoring"] = work.scoring_passes * forward / work.updates
     parts["gradients and weights over DP"] = (
         0.0 if overlaps_reduction else _data_parallel_seconds(counts, work, candidate, machine)
@@ -87,25 +107,37 @@ def step_time(
 _PART_NAMES = ("matrix products", "attention", "memory and kernels", "tensor parallel", "expert exchange", "context parallel")
 
 
-def _ranks_that_meet(candidate: Candidate) -> int:
-    """Those that wait for one another in every microbatch, with different tokens or at different times.
+def _synchronised_ranks(candidate: Candidate) -> int:
+    """Number of ranks that wait for one another in every microbatch, with different tokens or at different times.
 
-    Stages of a pipeline, and the ranks of an expert-parallel group beyond those that share a sequence. The slowest of n is
-    sqrt(2 log n) standard deviations late.
+    These are the stages of a pipeline, and the ranks of an expert-parallel group beyond those that share a sequence. The slowest
+    of n ranks is sqrt(2 log n) standard deviations late.
     """
     layout = candidate.layout
     return layout.pp * max(1, layout.ep * layout.etp // (layout.tp * layout.cp))
 
 
 def _oversubscription(machine: Machine, world_size: int) -> float:
-    """CPU ranks share the cores."""
+    """Factor by which CPU ranks slow one another when they share cores."""
     return max(1.0, world_size / machine.cores) if machine.cores else 1.0
 
 
 def stage_passes(
     counts: ParameterCounts, work: Workload, candidate: Candidate, machine: Machine, tokens: float, precision: str = "bf16"
 ) -> tuple[StagePass, ...]:
-    """Of each stage; the last one's hold the output layer."""
+    """Predicts one microbatch on each stage; the last stage includes the output layer.
+
+    Args:
+        counts: Parameters of the model.
+        work: The training step.
+        candidate: The layout.
+        machine: The machine.
+        tokens: Tokens of the microbatch, over all context-parallel ranks.
+        precision: Precision of the linear layers: bf16, fp8 or nvfp4.
+
+    Returns:
+        Forward and backward pass of each stage.
+    """
     model, layout = counts.architecture, candidate.layout
     sparse_layers = set(model.moe_layers)
     kinds: dict[bool, LayerSeconds] = {
@@ -133,7 +165,7 @@ def stage_passes(
 
 
 def _head_seconds(counts: ParameterCounts, work: Workload, candidate: Candidate, machine: Machine, tokens: float) -> Seconds:
-    """The output layer: rows of the kept ids alone, which is bound by memory, or all rows of the vocabulary."""
+    """The output layer: only the rows of kept ids, which is bound by memory bandwidth, or all rows of the vocabulary."""
     model, layout, p = counts.architecture, candidate.layout, work.parameter_bytes
     local = tokens / layout.cp
     loss_tokens = local * work.loss_share
@@ -155,7 +187,7 @@ def _send_seconds(counts: ParameterCounts, work: Workload, candidate: Candidate,
 
 
 def _data_parallel_seconds(counts: ParameterCounts, work: Workload, candidate: Candidate, machine: Machine) -> float:
-    """Gradients reduce-scattered in fp32, new weights gathered: of the stage that holds most."""
+    """Reduce-scatter of fp32 gradients and all-gather of new weights, on the stage that takes longest."""
     layout = candidate.layout
     dense_group = Group(layout.dp * layout.cp, layout.tp)
     expert_group = Group(layout.edp, layout.etp * layout.ep)

@@ -1,4 +1,4 @@
-"""Plans as tables for a terminal."""
+"""Prints plans as tables on a terminal."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,13 @@ from megatron_rl.planner.workload import GIB, LENGTH_SPREAD, PACKING_FILL, Candi
 
 
 def print_plans(console: Console, balanced: Balanced, machine: Machine) -> None:
-    """Prints the plans as a table, one line each."""
+    """Prints the plans as a table, one row each.
+
+    Args:
+        console: Where to print.
+        balanced: The plans.
+        machine: The machine.
+    """
     console.print(f"[bold]plans[/bold], the fastest first ({balanced.num_evaluated} layouts evaluated)")
     table = Table(box=None, padding=(0, 1))
     for name in (
@@ -40,7 +46,7 @@ def print_plans(console: Console, balanced: Balanced, machine: Machine) -> None:
     ):
         table.add_column(name, justify="right")
     table.add_column("trainer limited by")
-    table.add_column("who waits")
+    table.add_column("idle side")
     for number, plan in enumerate(balanced.plans, 1):
         c, layout = plan.trainer.candidate, plan.trainer.candidate.layout
         sizes = (
@@ -68,11 +74,19 @@ def print_plans(console: Console, balanced: Balanced, machine: Machine) -> None:
             plan.waits,
         )
     console.print(table)
-    console.print(f"each accelerator has {machine.memory_gib:.0f} GiB, of which a plan may fill {room(machine) / GIB:.0f}")
+    console.print(f"each accelerator has {machine.memory_gib:.0f} GiB, of which a plan may use {room(machine) / GIB:.0f}")
 
 
 def print_details(console: Console, counts: ParameterCounts, work: Workload, plan: ParallelismPlan, machine: Machine) -> None:
-    """The first plan in full."""
+    """Prints one plan in full: trainer, servers, and what the prediction assumes.
+
+    Args:
+        console: Where to print.
+        counts: Parameters of the model.
+        work: The training step.
+        plan: The plan.
+        machine: The machine.
+    """
     print_trainer(console, counts, work, plan.trainer, machine)
     server = plan.server
     spread = f", experts over {server.expert} ranks" if server.expert > 1 else ""
@@ -82,17 +96,25 @@ def print_details(console: Console, counts: ParameterCounts, work: Workload, pla
         f"({work.rollout_weights})"
     )
     console.print(
-        f"  {server.sequences} sequences at once, {server.tokens_per_s:.0f} tokens/s a server; limited by {server.limit}"
+        f"  {server.sequences} sequences at once and {server.tokens_per_s:.0f} tokens/s per server; limited by {server.limit}"
     )
     console.print(
-        f"  one step's rollouts: {_s(plan.rollouts_s)} s; an update of the weights: {_s(plan.sync_s)} s "
+        f"  rollouts of one step: {_s(plan.rollouts_s)} s; weight update: {_s(plan.sync_s)} s "
         f"({counts.num_parameters * work.parameter_bytes / 1e9:.0f} GB through rank 0)"
     )
     print_assumptions(console, work, machine)
 
 
 def print_trainer(console: Console, counts: ParameterCounts, work: Workload, scored: Scored, machine: Machine) -> None:
-    """Prints memory and time of the trainer at one layout."""
+    """Prints memory and time of the trainer at one layout.
+
+    Args:
+        console: Where to print.
+        counts: Parameters of the model.
+        work: The training step.
+        scored: The layout with its memory and time.
+        machine: The machine.
+    """
     c, layout = scored.candidate, scored.candidate.layout
     console.print(
         f"\n[bold]trainer[/bold]: {layout.world_size} ranks, {_layout_words(c)}, microbatches of {c.microbatch_tokens} tokens, "
@@ -103,8 +125,8 @@ def print_trainer(console: Console, counts: ParameterCounts, work: Workload, sco
         heads = output_layer_bytes(counts, work, c)
         console.print("  the output layer " + ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in heads.items()))
     console.print(
-        f"  host memory of a rank: {host_bytes(counts, work, c) / GIB:.0f} GiB (the node has {machine.host_memory_gib:.0f} for "
-        "each)"
+        f"  host memory of a rank: {host_bytes(counts, work, c) / GIB:.0f} GiB (the node has {machine.host_memory_gib:.0f} GiB "
+        "per accelerator)"
     )
     console.print(_time_table(scored.time, machine))
 
@@ -149,46 +171,63 @@ def _rows(table: Table, values: Mapping[str, float], form: str) -> None:
 
 
 def print_assumptions(console: Console, work: Workload, machine: Machine) -> None:
-    """Prints what the prediction assumes, with the options that change it."""
+    """Prints what the prediction assumes, with the options that change it.
+
+    Args:
+        console: Where to print.
+        work: The training step.
+        machine: The machine.
+    """
     console.print("\n[bold]assumed[/bold]")
     lengths = f"prompts of {work.mean_prompt:.0f} and responses of {work.mean_response:.0f} tokens on average"
-    sampled = f"{work.singletons:.0%} of the tokens are singletons, the others keep {work.mean_keep_set:.0f} ids"
+    sampled = f"{work.singletons:.0%} of the keep-sets have one id, the others {work.mean_keep_set:.0f} on average"
     known = f"between {machine.error_low} and {machine.error_high} times the predicted"
     for line in (
         f"{work.num_sequences} sequences a step, {lengths} (--mean-prompt, --mean-response)",
-        f"E[L^2] = {LENGTH_SPREAD} E[L]^2 of their lengths; microbatches are packed to {PACKING_FILL:.0%}",
-        f"the busiest rank's experts get {work.imbalance} times the mean (--imbalance)",
-        f"the time of one microbatch differs from the next by {work.unevenness:.0%}",
-        sampled if work.truncated else "no truncation: whole rows of logits, in chunks",
-        f"{work.scoring_passes} passes without gradient in each step",
+        f"sequence lengths L have E[L^2] = {LENGTH_SPREAD} E[L]^2; packing fills {PACKING_FILL:.0%} of a microbatch",
+        f"the experts of the busiest rank get {work.imbalance} times the mean number of tokens (--imbalance)",
+        f"the standard deviation of a microbatch's time is {work.unevenness:.0%} of its mean",
+        sampled if work.truncated else "no top-p or top-k: full rows of logits, in chunks",
+        f"{work.scoring_passes} forward passes without gradient in each step",
         f"machine {machine.name}: {machine.source}",
-        f"published step times, which the factors were fitted to, are {known}; those of rollouts are compared with nothing",
+        f"the step times that the factors were fitted to are {known}; the times of rollouts were not compared with any run",
     ):
         console.print(f"  {line}", highlight=False)
 
 
 def print_missing(console: Console, balanced: Balanced, machine: Machine) -> None:
-    """Why nothing fits."""
+    """Prints why no plan was found.
+
+    Args:
+        console: Where to print.
+        balanced: A result without plans.
+        machine: The machine.
+    """
     if balanced.searched and balanced.searched.nearest:
         candidate, memory = balanced.searched.nearest
         missing = (memory.total - room(machine)) / GIB
         console.print(
-            f"[bold red]no layout fits[/bold red]: the nearest, {candidate.layout.world_size} ranks as "
+            f"[bold red]no layout fits[/bold red]: the closest one, {candidate.layout.world_size} ranks as "
             f"{_layout_words(candidate)}, recompute {candidate.recompute}, lacks {missing:.1f} GiB on each rank of stage "
             f"{memory.stage}"
         )
         console.print(_memory_table(memory, machine))
     elif balanced.searched and not balanced.searched.best:
-        console.print("[bold red]no layout divides the model[/bold red] over any number of ranks that was looked at")
+        console.print("[bold red]no layout divides the model[/bold red] over any of the numbers of ranks that were tried")
     if balanced.server is None:
         console.print(
-            "[bold red]no server fits[/bold red]: weights and the cache of one sequence are more than what is left beside the "
-            "trainer"
+            "[bold red]no server fits[/bold red]: the accelerators that the trainer leaves cannot hold the weights and the KV "
+            "cache of one sequence"
         )
 
 
 def print_comparison(console: Console, comparisons: Sequence[Comparison]) -> None:
-    """Predicted against measured, first the layouts that the fit has seen."""
+    """Prints predictions and measurements, the layouts that the fit used first.
+
+    Args:
+        console: Where to print.
+        comparisons: Predictions and measurements of the cases.
+    """
     table = Table(box=None, padding=(0, 2))
     for name in ("", "layout", "tokens", "recompute", "predicted s", "measured s", "", "predicted MiB", "measured MiB", ""):
         table.add_column(name, justify="left" if name == "layout" else "right")
@@ -208,9 +247,7 @@ def print_comparison(console: Console, comparisons: Sequence[Comparison]) -> Non
         )
     console.print(table)
     if not all(c.settled for c in comparisons):
-        console.print(
-            "* its two fastest runs do not agree: something else ran on this machine, and the measurement is worth repeating"
-        )
+        console.print("* its two fastest runs differ: other work ran on this machine. Repeat the measurement on an idle machine.")
 
 
 def _s(seconds: float) -> str:

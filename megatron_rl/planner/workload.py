@@ -1,4 +1,4 @@
-"""What is planned for, and what is chosen: a step of a run in plain numbers, and one way to lay it out."""
+"""Input and candidates of the planner: a training step in plain numbers, and one layout to run it with."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,9 +11,9 @@ Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 PACKING_FILL = 0.95
-"""Share of a microbatch that packed sequences fill: they are placed longest first, and what is left over at the end is short."""
+"""Fraction of a microbatch that packed sequences fill: they are packed longest first, so that the last gaps are small."""
 LENGTH_SPREAD = 1.25
-"""E[L^2] / E[L]^2 of sequence lengths: a standard deviation of half the mean. Attention grows with the square."""
+"""E[L^2] / E[L]^2 of sequence lengths, for a standard deviation of half the mean. The cost of attention grows with the square."""
 
 
 @dataclass(frozen=True)
@@ -26,30 +26,30 @@ class Workload:
     num_sequences: int
     samples_per_prompt: int
     parameter_bytes: int = 2
-    """Of a weight and an activation: 2 for bfloat16, 4 for float32."""
+    """Bytes of a weight and of an activation: 2 for bfloat16, 4 for float32."""
     optimizer: str = "adamw"
     muon_round_bytes: int = 512 << 20
     muon_in_fp32: bool = True
-    """The Newton-Schulz iteration's products."""
+    """Whether the products of the Newton-Schulz iteration are in fp32."""
     rollout_weights: str = "bf16"
-    """Or fp8, nvfp4: what the servers hold."""
+    """Precision of the servers' weights: fp32, bf16, fp8 or nvfp4."""
     scoring_passes: int = 1
-    """Passes without gradient over the step's tokens: the old policy's log-probs, the reference's."""
+    """Forward passes without gradient over the step's tokens, for the log-probs of the old policy and of the reference."""
     updates: int = 1
-    """Optimizer steps that the tokens are split into."""
+    """Optimizer steps among which the tokens are divided."""
     keeps_reference: bool = False
     truncated: bool = True
-    """Top-p or top-k: tokens have keep-sets. Otherwise every loss token needs its whole row of logits, in chunks."""
+    """Whether tokens have keep-sets, from top-p or top-k. Otherwise every loss token needs its full row of logits, in chunks."""
     mean_keep_set: float = 8.0
-    """Of the tokens that are computed at all."""
+    """Ids in the average keep-set, singletons not counted."""
     singletons: float = 0.45
-    """Share of the loss tokens whose keep-set has one element, and costs nothing."""
+    """Fraction of the loss tokens whose keep-set has one id; these cost nothing."""
     replays_routes: bool = True
     imbalance: float = 1.2
-    """Tokens of the busiest rank's experts over the mean."""
+    """Tokens of the busiest rank's experts, divided by the mean."""
     unevenness: float = 0.05
-    """Standard deviation of one microbatch's seconds over their mean: packed sequences differ in length, and attention with
-    them."""
+    """Standard deviation of a microbatch's seconds, divided by their mean: packed sequences differ in length, and so does the
+    time of attention."""
     max_staleness: int = 2
     max_num_seqs: int = 128
     bucket_bytes: int = 64 << 20
@@ -61,7 +61,7 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Of the whole step."""
+        """Tokens of the step."""
         return self.num_sequences * self.mean_tokens
 
     @property
@@ -71,40 +71,40 @@ class Workload:
 
     @property
     def most_in_flight(self) -> float:
-        """Sequences that may be sampled at once, without becoming too old for the step that consumes them."""
+        """Sequences that can be sampled at once without exceeding max_staleness at the step that consumes them."""
         return self.num_sequences * (1.0 + self.max_staleness)
 
     @property
     def attention_length(self) -> float:
-        """Length of the sequence that the average token stands in: long sequences have more tokens."""
+        """Length of the sequence that the average token is in: long sequences have more tokens."""
         return self.mean_tokens * LENGTH_SPREAD
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run the trainer."""
+    """A layout of the trainer with its microbatches and recomputation."""
 
     layout: Layout
     microbatch_tokens: int
     """Packed tokens of a microbatch, over all context-parallel ranks."""
     recompute: Recompute
     sequence_parallel: bool = True
-    """Counts with tp > 1 only."""
+    """Has an effect only with tp > 1."""
 
     @property
     def sp(self) -> int:
-        """Ranks that the residual stream is cut over, beside context parallelism."""
+        """Ranks that shard the residual stream, context parallelism not counted."""
         return self.layout.tp if self.sequence_parallel else 1
 
     def microbatches(self, work: Workload) -> int:
-        """Of each data-parallel rank and optimizer step."""
+        """Microbatches of each data-parallel rank in one optimizer step; with vpp > 1 a multiple of pp."""
         tokens = work.tokens / work.updates
         count = max(1, -int(-tokens // (self.layout.dp * self.microbatch_tokens * PACKING_FILL)))
         multiple = self.layout.pp if self.layout.vpp > 1 else 1
         return -(-count // multiple) * multiple
 
     def mean_microbatch(self, work: Workload) -> float:
-        """Tokens that a microbatch holds on average."""
+        """Tokens of the average microbatch."""
         return work.tokens / work.updates / (self.layout.dp * self.microbatches(work))
 
     def describe(self) -> str:
@@ -124,11 +124,22 @@ def workload_of(
     rollout_weights: str | None = None,
     imbalance: float = 1.2,
 ) -> Workload:
-    """Of a run's configuration.
+    """The training step that a configuration describes.
 
-    Context: the longest sequence, in place of the configuration's; the longest response grows with it.
+    Mean lengths depend on the task and are unknown before a run. If they are not given, half of the longest prompt (at most 512
+    tokens) and half of the longest response are assumed.
 
-    mean_prompt, mean_response: of the task; unknown before a run, so that half of the room is assumed where they are not given.
+    Args:
+        config: The run's configuration.
+        context: Tokens of the longest sequence, instead of the configuration's; the longest response changes with it.
+        mean_prompt: Tokens of the average prompt.
+        mean_response: Tokens of the average response.
+        optimizer: Name of the optimizer, instead of the configuration's.
+        rollout_weights: Precision of the servers' weights, instead of the configuration's.
+        imbalance: Tokens of the busiest rank's experts, divided by the mean.
+
+    Returns:
+        The training step.
     """
     longest = context or config.model.max_sequence_length
     room = max(1, longest - (config.model.max_sequence_length - config.rollouts.max_new_tokens))
@@ -164,6 +175,6 @@ def _weights_of_servers(config: Config) -> str:
 
 
 def candidate_of(config: Config) -> Candidate:
-    """The layout that a configuration names."""
+    """The layout, microbatches and recomputation of a configuration."""
     trainer = config.trainer
     return Candidate(config.parallel_layout, trainer.max_tokens_per_microbatch, trainer.recompute, config.sequence_parallel)

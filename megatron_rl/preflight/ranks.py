@@ -74,8 +74,7 @@ class Run:
 
     def plan(self, name: str) -> StepPlan:
         """The step plan of this name."""
-        plan = self._spool.read_plan(name)
-        return plan
+        return self._spool.read_plan(name)
 
     def microbatches(self, name: str, **switches: Any) -> list[Microbatch]:
         """This rank's microbatches of a plan; switches: options of the assembly that differ from the run's."""

@@ -44,7 +44,7 @@ def test_the_layouts_of_model_configs_are_the_planners(name: str, tmp_path: Path
     assert copy.read_text() == file.read_text()
 
 
-def test_servers_that_spread_experts_are_told_to() -> None:
+def test_servers_with_expert_parallelism_get_vllms_argument() -> None:
     config = load_config(ROOT / "model_configs" / "qwen3-235b-a22b.toml")
     plan = balance(counts_of("Qwen3-235B-A22B"), workload_of(config), machine_named("h200"), 160, 8, keep=1).plans[0]
     assert plan.server.expert > 1

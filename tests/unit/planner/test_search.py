@@ -83,7 +83,7 @@ def test_without_staleness_the_sides_take_turns() -> None:
     ("text", "rule"),
     [
         ("TP=2,QP=3", "QP is not known"),
-        ("TP=two", "whole number"),
+        ("TP=two", "not a positive integer"),
         ("RECOMPUTE=half", "not known"),
         ("MICROBATCH=100", "never split"),
         ("TP=3", "not a multiple"),
