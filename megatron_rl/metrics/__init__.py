@@ -1,4 +1,4 @@
-"""Named values with their reduction, and where they go: console, JSONL, TensorBoard, W&B, the summary of a run."""
+"""Named values with their reduction, and their sinks: console, JSONL, TensorBoard, W&B, the summary of a run."""
 
 from megatron_rl.metrics.arms import arms_table, measure_run
 from megatron_rl.metrics.console import wide_console

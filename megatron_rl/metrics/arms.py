@@ -1,4 +1,4 @@
-"""The arms of an experiment side by side: what each run began and ended with, and its spread over the runs of an arm (its seeds)."""
+"""Compares the arms of an experiment: each run's values at its start and end, with their spread over an arm's runs (seeds)."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,53 +18,60 @@ _BOTH_ENDS = {
     "KL k1": "mismatch_kl_k1",
     "KL k3": "mismatch_kl_k3",
 }
-"""Words of the table (without the bar, which would end a cell) to the name in a row; shown as the mean of a run's first and of its last quarter."""
+"""Label in the table to the metric's name; shown as the mean of a run's first and of its last quarter.
+
+Labels hold no bar, which would end a cell of the Markdown table.
+"""
 
 _LARGEST = {"largest abs Δ log p": "abs_dlogp_max"}
 """Shown as the largest of a run's first and of its last quarter."""
 
-_WHOLE_RUN = {
+_ALL_STEPS = {
     "mean abs Δ log p at equal weights (probes)": "probe/abs_dlogp_mean",
     "singleton share": "singleton_share",
     "staleness, versions": "staleness_mean",
     "bytes of a weight update": "sync_bytes",
 }
-"""Shown as the mean over all steps that have it."""
+"""Shown as the mean over all steps that have the metric."""
 
 
 def measure_run(rows: Sequence[Row]) -> dict[str, float]:
-    """The table's values of one run, by their words; one that was never measured, or was no finite number at that end, is left out."""
-    measured = {}
+    """The table's values of one run, by label; one that was never measured or is not finite is left out."""
+    measured: dict[str, float] = {}
     for names, reduce in ((_BOTH_ENDS, _mean), (_LARGEST, _largest)):
-        for words, name in names.items():
+        for label, name in names.items():
             if values := series(rows, name):
                 quarter = max(1, len(values) // 4)
                 measured |= {
-                    f"{words}, {end}": reduce(part) for end, part in zip(ENDS, (values[:quarter], values[-quarter:]), strict=True)
+                    f"{label}, {end}": reduce(part) for end, part in zip(ENDS, (values[:quarter], values[-quarter:]), strict=True)
                 }
-    for words, name in _WHOLE_RUN.items():
+    for label, name in _ALL_STEPS.items():
         if values := series(rows, name):
-            measured[words] = _mean(values)
+            measured[label] = _mean(values)
     if values := series(rows, "staleness_max"):
         measured["staleness, largest"] = max(values)
-    return {words: value for words, value in measured.items() if math.isfinite(value)}
+    return {label: value for label, value in measured.items() if math.isfinite(value)}
 
 
 def arms_table(arms: Mapping[str, Sequence[Sequence[Row]]]) -> Table:
-    """A column for each arm; its runs' rows as mean ± standard deviation over the runs, and of how many. Printed as Markdown."""
+    """A Markdown table with a column for each arm: mean ± standard deviation over its runs.
+
+    Args:
+        arms: Name of an arm to the rows of each of its runs.
+    """
     measured = {arm: [measure_run(rows) for rows in runs] for arm, runs in arms.items()}
     table = Table(box=box.MARKDOWN)
     table.add_column("")
     for arm in arms:
         table.add_column(arm, justify="right")
     table.add_row("runs", *(str(len(runs)) for runs in measured.values()))
-    for words in _in_order(run for runs in measured.values() for run in runs):
-        table.add_row(words, *(_cell([run[words] for run in runs if words in run], len(runs)) for runs in measured.values()))
+    for label in _in_order(run for runs in measured.values() for run in runs):
+        table.add_row(label, *(_cell([run[label] for run in runs if label in run], len(runs)) for runs in measured.values()))
     return table
 
 
 def _cell(values: Sequence[float], num_runs: int) -> str:
-    """A value that not all runs have says how many had it: a run whose numbers ran away must not drop out of the mean in silence."""
+    """Shows how many runs have the value where not all do: a run that diverged must not drop out of the mean silently."""
     if not values:
         return "-"
     mean = _mean(values)
@@ -77,10 +84,10 @@ def _standard_deviation(values: Sequence[float], mean: float) -> float:
 
 
 def _in_order(runs: Iterable[Mapping[str, float]]) -> list[str]:
-    """All words that some run has, in the order of the table."""
-    found = {words for run in runs for words in run}
-    ends = [f"{words}, {end}" for words in (*_BOTH_ENDS, *_LARGEST) for end in ENDS]
-    return [words for words in (*ends, *_WHOLE_RUN, "staleness, largest") if words in found]
+    """All labels that some run has, in the order of the table."""
+    found = {label for run in runs for label in run}
+    ends = [f"{label}, {end}" for label in (*_BOTH_ENDS, *_LARGEST) for end in ENDS]
+    return [label for label in (*ends, *_ALL_STEPS, "staleness, largest") if label in found]
 
 
 def _largest(values: Sequence[float]) -> float:

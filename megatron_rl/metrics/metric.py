@@ -1,4 +1,4 @@
-"""A named value that knows how it is reduced, so that microbatches and ranks can be put together exactly."""
+"""A metric with its reduction, so that values of microbatches and ranks are merged exactly."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Reduction = Literal["mean", "sum", "max", "min", "last"]
 
 @dataclass(frozen=True)
 class Metric:
-    """mean: `total` over `count`; sum: `total`; max, min, last: `total` is the value. A count of 0: nothing was measured.
+    """One measured value. mean: `total` / `count`; sum: `total`; max, min, last: `total` is the value. count 0: not measured.
 
     Example: the mean of 3 tokens' |d log p| that sum to .6 is Metric("mean", .6, 3).
     """
@@ -22,7 +22,7 @@ class Metric:
 
     @property
     def value(self) -> float:
-        """Raises ZeroDivisionError for a mean over nothing; `to_floats` leaves such metrics out."""
+        """The reduced value. A mean over nothing raises ZeroDivisionError; `to_floats` leaves such metrics out."""
         return self.total / self.count if self.reduction == "mean" else self.total
 
 
@@ -30,9 +30,13 @@ Metrics = Mapping[str, Metric]
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """One set of metrics from those of several microbatches or ranks, in the order given; a name may be missing in some of them.
+    """Merge the metrics of several microbatches or ranks.
 
-    Raises ValueError when two parts reduce the same name differently.
+    Args:
+        parts: In the order that 'last' refers to; a name may be missing in some of them.
+
+    Raises:
+        ValueError: Two parts reduce the same name differently: a bug.
     """
     merged: dict[str, Metric] = {}
     for part in parts:
@@ -42,7 +46,7 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
 
 
 def to_floats(metrics: Metrics) -> dict[str, float]:
-    """The values, without the metrics that measured nothing."""
+    """The values of the metrics that were measured."""
     return {name: float(metric.value) for name, metric in metrics.items() if metric.count}
 
 

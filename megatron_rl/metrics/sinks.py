@@ -1,4 +1,4 @@
-"""Where a run's metrics go: all the sinks that the config asks for, behind one object."""
+"""Writes a run's metrics to all the sinks that the config enables."""
 
 import math
 import time
@@ -18,44 +18,54 @@ from megatron_rl.metrics.tensorboard import TensorBoardFile
 
 
 class SinkError(UserError, ValueError):
-    """A sink that the config asks for and that cannot be opened."""
+    """A sink that the config enables cannot be opened."""
 
 
 def check_sinks(config: Config) -> None:
-    """Raise SinkError when W&B is asked for and not installed."""
+    """Check that the enabled sinks can be opened.
+
+    Raises:
+        SinkError: W&B is enabled and not installed.
+    """
     if not config.metrics.wandb_project:
         return
     try:
         import wandb  # noqa: F401
     except ImportError as error:
         raise SinkError(
-            f"metrics.wandb_project = '{config.metrics.wandb_project}' needs the package wandb: pip install wandb, or leave "
-            "metrics.wandb_project out"
+            f"metrics.wandb_project = '{config.metrics.wandb_project}' needs the package wandb: pip install wandb, or remove "
+            "metrics.wandb_project"
         ) from error
 
 
 class Sink(Protocol):
-    def write(self, row: Row) -> None: ...
+    """Where rows are written."""
 
-    def close(self) -> None: ...
+    def write(self, row: Row) -> None:
+        """Write one row."""
+
+    def close(self) -> None:
+        """Write what is buffered, and release files and connections."""
 
 
 class TensorBoard:
-    """The values of a row under their names, supervised ones under supervised/...; those that are no numbers are left out."""
+    """Values under their names, supervised ones under supervised/...; NaN is left out."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._file = TensorBoardFile(folder.tensorboard)
 
     def write(self, row: Row) -> None:
+        """Write one row."""
         prefix = "" if row.phase == "train" else f"{row.phase}/"
         self._file.scalars(row.step, {prefix + name: v for name, v in row.values.items() if not math.isnan(v)}, row.time)
 
     def close(self) -> None:
+        """Close the events file."""
         self._file.close()
 
 
 class WeightsAndBiases:
-    """A W&B run; a resumed run goes on in it, since its id lies in the run's folder."""
+    """A W&B run. Its id is in the run's folder, so that a resumed run continues it."""
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
         import wandb
@@ -73,15 +83,26 @@ class WeightsAndBiases:
         )
 
     def write(self, row: Row) -> None:
+        """Log one row."""
         prefix = "" if row.phase == "train" else f"{row.phase}/"
         self._run.log({f"{prefix}step": row.step} | {prefix + name: value for name, value in row.values.items()})
 
     def close(self) -> None:
+        """Upload the rest, and end this process's part of the run."""
         self._run.finish()
 
 
 class Sinks:
-    """One row a step to every sink and to the display. Close it on every way out: the live display owns the terminal."""
+    """All sinks and the display. Close it however the run ends: the live display owns the terminal.
+
+    Args:
+        config: Enables the sinks.
+        folder: Of the run.
+        console: Of the display; by default stdout.
+
+    Raises:
+        SinkError: A sink cannot be opened.
+    """
 
     def __init__(self, config: Config, folder: RunFolder, console: Console | None = None) -> None:
         check_sinks(config)
@@ -95,7 +116,7 @@ class Sinks:
         self._last = time.monotonic()
 
     def write(self, step: int, values: Mapping[str, float], phase: Phase = "train") -> None:
-        """All that was measured of one step."""
+        """Write all that was measured of one step."""
         now = time.monotonic()
         row = Row(step, values, phase, seconds=now - self._last)
         self._last = now
@@ -105,18 +126,19 @@ class Sinks:
             self._display.step(row)
 
     def examples(self, step: int, examples: Sequence[Mapping]) -> None:
-        """Keep metrics.examples_per_step of these readable rollouts (prompt, completion, reward)."""
+        """Write metrics.examples_per_step of these rollouts (prompt, completion, reward) as readable text."""
         self._examples.write(step, examples)
 
     def progress(self, phase: str, done: int, total: int, values: Mapping[str, float]) -> None:
-        """Show how far a phase has come that is not made of training steps; nothing is recorded."""
+        """Show the progress of a phase without training steps; nothing is recorded."""
         self._display.progress(phase, done, total, values)
 
     def say(self, text: str) -> None:
-        """A line for the user that does not tear the live display."""
+        """Print a line without disturbing the live display."""
         self._display.say(text)
 
     def close(self) -> None:
+        """Close the display, then the sinks."""
         self._display.close()
         for sink in self._sinks:
             sink.close()

@@ -1,4 +1,4 @@
-"""Seconds of named parts of the work, for metrics."""
+"""Timers of named parts of the work, for metrics."""
 
 import time
 from collections.abc import Iterator
@@ -6,9 +6,10 @@ from contextlib import contextmanager
 
 
 class Spans:
-    """A timer: `with spans("assemble"): ...`. Blocks of one name add up; spans may be nested, and each counts its whole block.
+    """Timers by name: `with spans("assemble"): ...`.
 
-    A device that works asynchronously is not waited for: a block that ends without a synchronisation counts the host's time.
+    Blocks of one name add up. Spans may be nested; each counts all of its block. There is no wait for an asynchronous device: a
+    block that ends without a synchronisation counts the host's time.
     """
 
     def __init__(self) -> None:
@@ -16,6 +17,7 @@ class Spans:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        """Time the block, also where it raises."""
         began = time.perf_counter()
         try:
             yield

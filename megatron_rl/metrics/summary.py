@@ -1,4 +1,4 @@
-"""A finished run in a few numbers: from metrics.jsonl to a table and summary.json. Which metrics, and how: the catalogue says."""
+"""Summarises a run: from metrics.jsonl to summary.json and a table. The catalogue declares which metrics, and how."""
 
 import json
 import math
@@ -12,21 +12,29 @@ from megatron_rl.metrics.catalogue import CATALOGUE, Statistic, SummaryRow
 from megatron_rl.metrics.rows import Row, read_rows, series
 
 EDGE = 10
-"""Steps at either end of a run whose rewards are compared."""
+"""Number of first and of last steps whose means are compared."""
 
 _OF_ALL_ROWS = {
     "wall_time_s": "from the first worker to the last step",
     "num_tokens": "trained, prompts included",
     "tokens_per_s": "trained, over the whole time",
 }
-"""Rows of the summary that are made from no metric alone, with their meaning."""
+"""Rows of the summary that are not the statistic of one metric, with their meaning."""
 
 
 def summarise_run(rows: Sequence[Row], supervised: Sequence[Row] = ()) -> dict[str, float]:
-    """The summary of the training rows; a key whose values were never measured is left out.
+    """The summary of a run.
 
     abs_dlogp_mean and ratio_mean are those of the probes, at equal weights; train_... are of the training batches, whose weights
-    are some versions apart. sync_bytes are those that one update sends to each server. wall_time_s adds up the processes of a resumed run, without the time between them.
+    are some versions apart. sync_bytes are those that one update sends to each server. wall_time_s adds up the processes of a
+    resumed run, without the time between them.
+
+    Args:
+        rows: Of the training steps.
+        supervised: Of the supervised start; they count in wall_time_s alone.
+
+    Returns:
+        Key to value, without the keys that were never measured.
     """
     summary: dict[str, float] = {"steps": len(rows)}
     for name, row_of in _rows("ends"):
@@ -51,7 +59,7 @@ def summarise_run(rows: Sequence[Row], supervised: Sequence[Row] = ()) -> dict[s
 
 
 def write_summary(metrics_file: Path, summary_file: Path) -> dict[str, float]:
-    """summary.json from metrics.jsonl; a value that is no finite number is written as null. Returns the summary."""
+    """Write summary.json from metrics.jsonl, with null for a value that is not finite, and return the summary."""
     summary = summarise_run(read_rows(metrics_file), read_rows(metrics_file, "supervised"))
     readable = {key: value if math.isfinite(value) else None for key, value in summary.items()}
     summary_file.write_text(json.dumps(readable, indent=2) + "\n")
@@ -59,7 +67,7 @@ def write_summary(metrics_file: Path, summary_file: Path) -> dict[str, float]:
 
 
 def print_summary(summary: dict[str, float], console: Console | None = None) -> None:
-    """The table at a run's end."""
+    """Print the table at a run's end."""
     meanings = _meanings()
     table = Table(title="Summary", show_header=False)
     table.add_column(style="dim")
@@ -71,14 +79,14 @@ def print_summary(summary: dict[str, float], console: Console | None = None) -> 
 
 
 def _rows(statistic: Statistic) -> list[tuple[str, SummaryRow]]:
-    """Name in the rows, and what the summary says of it."""
+    """Metric's name and its row of the summary."""
     return [
         (spec.plain_name, spec.summary) for spec in CATALOGUE if spec.summary is not None and spec.summary.statistic == statistic
     ]
 
 
 def _meanings() -> dict[str, str]:
-    """By the summary's keys."""
+    """Key of the summary to its meaning."""
     ends = {
         f"{row.key}_{end}{EDGE}": f"{row.meaning}: mean of the {end} {EDGE} steps"
         for _, row in _rows("ends")

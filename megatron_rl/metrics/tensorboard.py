@@ -1,4 +1,7 @@
-"""Scalars for TensorBoard, by its own writer: the ones of torch and tensorboardX import torch, which the orchestrator must not."""
+"""Scalars for TensorBoard, by tensorboard's own writer.
+
+torch's writer and tensorboardX import torch, which the orchestrator must not.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,17 +12,18 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
 class TensorBoardFile:
-    """One events file in `folder`; a resumed run adds a file of its own, which TensorBoard reads after the first."""
+    """One events file in `folder`; a resumed run adds another, which TensorBoard reads after the first."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._writer = EventFileWriter(str(folder))
 
     def scalars(self, step: int, values: Mapping[str, float], wall_time: float) -> None:
-        """One event with all values of a step; it is in the file when this returns. Values beyond float32 become infinite."""
+        """Write one event with all values of a step, and flush it. Values beyond float32 become infinite."""
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
         self._writer.add_event(Event(wall_time=wall_time, step=step, summary=summary))
         self._writer.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._writer.close()

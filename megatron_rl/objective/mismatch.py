@@ -1,4 +1,4 @@
-"""How far the trainer's distribution is from the sampler's on the tokens that were sampled. No gradients, nothing that trains."""
+"""How far the trainer's distribution is from the sampler's on the sampled tokens. Without gradients; nothing trains on it."""
 
 import torch
 from torch import Tensor
@@ -10,9 +10,14 @@ OFF_RATIO = 0.1
 
 
 def mismatch_metrics(log_probs: Tensor, batch: TokenBatch) -> Measured:
-    """Of log_probs [N] against the recorded ones, on a microbatch of any rollouts; at equal weights when these are probes.
+    """The mismatch of a microbatch; at equal weights where its rollouts are probes.
 
-    num_loss_tokens says how many tokens the means are over, so that several probes can be put together.
+    Args:
+        log_probs: [N] over the microbatch's positions, the trainer's.
+        batch: The microbatch's loss tokens, with the recorded log-probs.
+
+    Returns:
+        The metrics of `measure_mismatch`, and num_loss_tokens, the number of tokens that the means are over.
     """
     measured = Measured()
     measured.sum("num_loss_tokens", batch.sequence_tokens.sum())
@@ -21,11 +26,17 @@ def mismatch_metrics(log_probs: Tensor, batch: TokenBatch) -> Measured:
 
 
 def measure_mismatch(measured: Measured, logp: Tensor, batch: TokenBatch) -> None:
-    """logp: f32 [M]. With d = log p - log p_rollout, over loss tokens:
+    """Measure the mismatch over loss tokens, with d = log p - log p_rollout.
 
-    mismatch_kl_k1 = -mean(d), the alarm; mismatch_kl_k3 = mean(exp(d) - 1 - d), which is blind where the supports differ;
-    abs_dlogp_mean, abs_dlogp_max; ratio_mean = mean(exp(d)); ratio_off_share, of |exp(d) - 1| > .1. The same but for the maximum
-    for .../singleton and .../sampled (wider sets), and for .../staleness_0, 1, 2, ... versions between sampling and step.
+    mismatch_kl_k1 = -mean(d), the one to watch; mismatch_kl_k3 = mean(exp(d) - 1 - d), which does not see where the supports
+    differ; abs_dlogp_mean, abs_dlogp_max; ratio_mean = mean(exp(d)); ratio_off_share, the share of |exp(d) - 1| > .1. All but the
+    maximum also for .../singleton and .../sampled (larger sets), and for .../staleness_0, 1, 2, ... versions between sampling and
+    step.
+
+    Args:
+        measured: Gets the metrics.
+        logp: f32 [M], the trainer's.
+        batch: Of the same M tokens.
     """
     d = logp.double() - batch.rollout_logprobs.double()
     ratio = d.exp()

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.sections import Objective
+from megatron_rl.errors import RunError
 from megatron_rl.objective.correction import bounded, correction_weights, on_policy_sequences, reference_kl
 from megatron_rl.objective.measure import Measured
 from megatron_rl.objective.mismatch import measure_mismatch
@@ -11,15 +12,22 @@ from megatron_rl.objective.surrogate import SURROGATES, ClipRange
 from megatron_rl.objective.token_batch import TokenBatch
 
 
+class MissingReferenceError(RunError, ValueError):
+    """The objective has a KL to the reference, and a batch comes without the reference's log-probs."""
+
+
 class PolicyLoss:
-    """Of one microbatch: sum over its loss tokens of w (m s + c k), over the update's denominator.
+    """The RL loss of one microbatch: sum over its loss tokens of w (m s + c k), over the update's denominator.
 
-    s is the policy term (grpo, gspo, cispo), w the correction, m the off-policy sequence mask, which leaves out s alone (as its
-    source does), c k the KL to the reference. So w makes s and k right for tokens drawn from p_rollout. Denominator: the
-    update's loss tokens; or its sequences, each token then divided by its sequence's loss tokens. Microbatches and ranks add up.
+    s is the policy term (grpo, gspo, cispo), w the correction, m the off-policy sequence mask, which masks s alone (as its source
+    does), c k the KL to the reference. So w makes s and k right for tokens sampled from p_rollout. Denominator: the update's loss
+    tokens; or its sequences, each token then divided by its sequence's loss tokens. The losses of microbatches and ranks add up.
 
-    p_old: with old_policy 'rollout' the recorded log-probs. With 'recomputed' the batch's old_logprobs, or, where it brings none,
-    those being trained, detached: right for a step of one update, in which p_old is p, and saves the second forward.
+    p_old: with old_policy 'rollout' the recorded log-probs. With 'recomputed' the batch's old_logprobs, or, where it has none,
+    those being trained, detached: right for a step of one update, in which p_old is p, and without the second forward.
+
+    Args:
+        objective: The config's section.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -29,16 +37,27 @@ class PolicyLoss:
 
     @property
     def needs_reference(self) -> bool:
+        """Whether every batch must bring reference_logprobs."""
         return self.objective.kl_coefficient > 0
 
     def needs_old_forward(self, updates_per_step: int) -> bool:
-        """Whether a forward before the first update has to bring old_logprobs: from the second update on p is not p_old."""
+        """Whether a forward before the first update must give old_logprobs: from the second update on p is not p_old."""
         return self.objective.old_policy == "recomputed" and updates_per_step > 1
 
     def __call__(self, log_probs: Tensor, batch: TokenBatch) -> tuple[Tensor, Measured]:
-        """log_probs: f32 [N] over the microbatch's positions, with gradient. Returns the scalar loss and its metrics.
+        """Compute the loss.
 
-        Without loss tokens the loss is 0 and still hangs on log_probs, so that every rank runs the same backward.
+        Without loss tokens it is 0 and still depends on log_probs, so that every rank runs the same backward.
+
+        Args:
+            log_probs: f32 [N] over the microbatch's positions, with gradient.
+            batch: The microbatch's loss tokens.
+
+        Returns:
+            The scalar loss and its metrics.
+
+        Raises:
+            MissingReferenceError: The objective needs the reference's log-probs, and the batch has none.
         """
         logp = log_probs[batch.position]
         old = self._old_logprobs(logp, batch)
@@ -71,8 +90,9 @@ class PolicyLoss:
 
     def _reference_kl(self, log_ratio: Tensor, logp: Tensor, batch: TokenBatch) -> Tensor:
         if batch.reference_logprobs is None:
-            raise ValueError(
-                f"objective.kl_coefficient = {self.objective.kl_coefficient} needs the reference's log-probs in each TokenBatch"
+            raise MissingReferenceError(
+                f"objective.kl_coefficient = {self.objective.kl_coefficient} needs the reference's log-probs in each TokenBatch; "
+                "call Engine.keep_reference before the first step"
             )
         return reference_kl(log_ratio, logp, batch.reference_logprobs)
 
@@ -90,7 +110,7 @@ class PolicyLoss:
 
 
 def _measure_tokens(measured: Measured, batch: TokenBatch) -> None:
-    """What the batch is like: singleton_share, token_staleness_*, and entropy_keep_set where the engine gave entropies."""
+    """Properties of the batch: singleton_share, token_staleness_*, and entropy_keep_set where the engine gives entropies."""
     measured.mean("singleton_share", batch.singleton)
     measured.mean("token_staleness_mean", batch.staleness)
     measured.extreme("token_staleness_max", batch.staleness, "max")

@@ -1,4 +1,4 @@
-"""Maximum likelihood of worked solutions."""
+"""Maximum likelihood of reference solutions."""
 
 from torch import Tensor
 
@@ -7,15 +7,16 @@ from megatron_rl.objective.token_batch import TokenBatch
 
 
 class SupervisedLoss:
-    """Of one microbatch: -sum of log p over its loss tokens, over the update's number of loss tokens."""
+    """The supervised loss of one microbatch: -sum of log p over its loss tokens, over the update's number of loss tokens."""
 
     needs_reference = False
 
     def needs_old_forward(self, updates_per_step: int) -> bool:
+        """As of PolicyLoss: never."""
         return False
 
     def __call__(self, log_probs: Tensor, batch: TokenBatch) -> tuple[Tensor, Measured]:
-        """log_probs: f32 [N] over the microbatch's positions, with gradient. Returns the scalar loss and its metrics."""
+        """The scalar loss and its metrics. log_probs: f32 [N] over the microbatch's positions, with gradient."""
         logp = log_probs[batch.position]
         loss = -logp.sum() / batch.denominators.tokens
         measured = Measured()

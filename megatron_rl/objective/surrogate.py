@@ -1,7 +1,7 @@
 """The policy terms, one value a loss token, before correction and normalisation; to be minimised.
 
-All take log r = log p - log p_old [M] (gradient flows through it), log p [M] and advantages [M], and return the term and
-where a clip was active (bool [M]).
+All take log r = log p - log p_old [M] (gradient flows through it), log p [M] and a batch with advantages [M], and return the term
+[M] and where a clip is active (bool [M]).
 """
 
 from collections.abc import Callable
@@ -15,25 +15,28 @@ from megatron_rl.objective.token_batch import TokenBatch
 
 @dataclass(frozen=True)
 class ClipRange:
+    """Ratios are clipped to [1 - low, 1 + high]."""
+
     low: float
     high: float
 
     def clip(self, ratio: Tensor) -> Tensor:
+        """The ratio, clipped."""
         return ratio.clamp(1.0 - self.low, 1.0 + self.high)
 
 
 def sequence_mean(values: Tensor, batch: TokenBatch) -> Tensor:
-    """[M] to [S]: the mean over each sequence's loss tokens, singletons counted."""
+    """The mean over each sequence's loss tokens, singletons counted: [M] to [S]."""
     return values.new_zeros(batch.num_sequences).index_add(0, batch.sequence, values) / batch.sequence_tokens
 
 
-def grpo(log_ratio: Tensor, logp: Tensor, batch: TokenBatch, clip: ClipRange) -> tuple[Tensor, Tensor]:
+def grpo(log_ratio: Tensor, _logp: Tensor, batch: TokenBatch, clip: ClipRange) -> tuple[Tensor, Tensor]:
     """-min(r A, clip(r) A): PPO's clipped surrogate (arXiv 1707.06347) with its own bound on each side (arXiv 2503.14476)."""
     return _clipped(log_ratio.exp(), batch.advantages, clip)
 
 
-def gspo(log_ratio: Tensor, logp: Tensor, batch: TokenBatch, clip: ClipRange) -> tuple[Tensor, Tensor]:
-    """The same with s = exp(mean over the sequence of log r) for r, the same for all tokens of a sequence (arXiv 2507.18071)."""
+def gspo(log_ratio: Tensor, _logp: Tensor, batch: TokenBatch, clip: ClipRange) -> tuple[Tensor, Tensor]:
+    """As grpo, with exp(mean of log r over the sequence) for r, the same for all tokens of a sequence (arXiv 2507.18071)."""
     return _clipped(sequence_mean(log_ratio, batch).exp()[batch.sequence], batch.advantages, clip)
 
 

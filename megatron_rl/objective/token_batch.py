@@ -1,4 +1,4 @@
-"""What a loss reads of one microbatch, as tensors over its loss tokens."""
+"""The loss tokens of one microbatch, as the tensors that a loss reads."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,34 +11,37 @@ from megatron_rl.batching import Microbatch
 
 
 class CountsLoss(Protocol):
-    """A plan: StepPlan or SupervisedPlan."""
+    """The plan of one update: StepPlan or SupervisedPlan."""
 
     @property
-    def num_loss_tokens(self) -> int: ...
+    def num_loss_tokens(self) -> int:
+        """Of all ranks, singletons counted."""
 
     @property
-    def num_sequences(self) -> int: ...
+    def num_sequences(self) -> int:
+        """Of all ranks."""
 
 
 @dataclass(frozen=True)
 class Denominators:
-    """What sums over the whole optimizer update are divided by: the same on all ranks, for every split and packing."""
+    """What sums over an optimizer update are divided by: the same on all ranks, for every split and packing."""
 
     tokens: int
     """Loss tokens of the update, singletons counted."""
     sequences: int
+    """Sequences of the update."""
 
     @classmethod
     def of(cls, plan: CountsLoss) -> "Denominators":
-        """Of the plan of one update. An update without loss tokens has sums of 0, which may be divided by 1."""
+        """The denominators of one update. One without loss tokens has sums of 0, which may be divided by 1."""
         return cls(tokens=max(1, plan.num_loss_tokens), sequences=max(1, plan.num_sequences))
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """M loss tokens of S whole sequences, in the order of their positions; everything else of a microbatch is left out.
+    """M loss tokens of S complete sequences, in the order of their positions; the other tokens of a microbatch are left out.
 
-    Whole sequences: where the sequence is split over context-parallel ranks, log-probs are gathered before they come here.
+    Where a sequence is split over context-parallel ranks, its log-probs are gathered before the loss.
     """
 
     position: Tensor  # i64 [M], place in the microbatch's N positions, rising
@@ -58,10 +61,12 @@ class TokenBatch:
 
     @property
     def num_tokens(self) -> int:
+        """M."""
         return len(self.position)
 
     @property
     def num_sequences(self) -> int:
+        """S."""
         return len(self.sequence_tokens)
 
 
@@ -74,7 +79,16 @@ def token_batch(
     reference_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> TokenBatch:
-    """The loss tokens of a microbatch. The three optional tensors are over its N positions, f32, without gradient."""
+    """The loss tokens of a microbatch, as tensors.
+
+    Args:
+        microbatch: On the host, N positions.
+        denominators: Of its update.
+        device: Where the tensors shall be.
+        old_logprobs: f32 [N], the trainer's own at the start of the step.
+        reference_logprobs: f32 [N].
+        entropy: f32 [N], of the distribution that each token was scored over.
+    """
     position = np.flatnonzero(microbatch.loss_mask)
     _, sequence, counts = np.unique(microbatch.sequence[position], return_inverse=True, return_counts=True)
     staleness = microbatch.staleness[position]

@@ -10,9 +10,10 @@ from megatron_rl.processes import end_forks_with_me, ignore_sigterm
 
 
 def main() -> None:
+    """Run one rank; its exit code is 1 after a fault of any rank."""
     parser = argparse.ArgumentParser(prog="megatron_rl.trainer", description="One trainer rank of a run; started by megatron-rl.")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
+    parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint, if there is one")
     arguments = parser.parse_args()
     ignore_sigterm()
     end_forks_with_me()
@@ -25,9 +26,9 @@ def main() -> None:
     try:
         train(RunFolder(arguments.run_dir), arguments.resume)
     except RankFaultError:
-        logging.getLogger(__name__).exception("this rank ends")
+        logging.getLogger(__name__).exception("this rank exits")
         logging.shutdown()
-        os._exit(1)  # threads that still wait for a server or for another rank would hold it back
+        os._exit(1)  # a normal exit would wait for threads that still wait for a server or another rank
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""What a step left behind, in a few bytes a tensor, so that it can be said later which tensor another run of the step got otherwise.
+"""Checksums of the state after a step, so that a rerun of the step can name the first tensor that differs.
 
-    RUN/fingerprints/step_000012.json     after step 12: of each rank, tensor name to checksum of its part; parameters and optimizer
+    RUN/fingerprints/step_000012.json     after step 12, of each rank: tensor name to checksum of its part; parameters and
+                                          optimizer state
 
 A checksum reads each byte of the state once, on the device; nothing but the checksums is sent or written.
 """
@@ -29,18 +30,21 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Fingerprint:
+    """The checksums of all ranks' tensors after one step."""
+
     step: int
     layout: Mapping[str, Any]
-    """The layout section that the step was trained at: at another one, the ranks' parts are others."""
+    """The layout section that the step was trained at: at another one, the ranks hold other parts."""
     ranks: tuple[Mapping[str, str], ...]
     """Of each rank: tensor name to 16 hexadecimal digits, in the order of its model."""
 
     @property
     def num_tensors(self) -> int:
+        """Of all ranks together."""
         return sum(map(len, self.ranks))
 
     def first_difference(self, other: "Fingerprint") -> TensorDifference | None:
-        """None where both are the same. Both are of one layout."""
+        """The first tensor that differs; None where all are the same. Both are of one layout."""
         different = [
             (place, rank, name)
             for rank, (own, others) in enumerate(zip(self.ranks, other.ranks, strict=True))
@@ -53,12 +57,13 @@ class Fingerprint:
         return TensorDifference(name, rank, len(different))
 
     def write(self, folder: Path) -> None:
+        """Write the step's file in the run's folder of fingerprints."""
         folder.mkdir(exist_ok=True, mode=0o700)
         write_atomically(_file(folder, self.step), json.dumps(asdict(self)).encode())
 
     @classmethod
     def read(cls, folder: Path, step: int) -> "Fingerprint | None":
-        """None where the step was not recorded."""
+        """The fingerprint of a step; None where none was recorded."""
         file = _file(folder, step)
         if not file.exists():
             return None

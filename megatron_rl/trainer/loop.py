@@ -1,9 +1,9 @@
-"""The training loop. Rank 0 asks the orchestrator for orders and broadcasts them; every rank does the same with its part of model and batch.
+"""The training loop. Rank 0 asks the orchestrator for orders and broadcasts them; every rank executes them on its part.
 
 begin ──▶ order ──▶ sync   bring servers to this version, then probe them
             │──▶ train  step plan ──▶ this rank's microbatches ──▶ update(s) ──▶ report
             │──▶ save   a checkpoint, completed by the orchestrator
-            └──▶ stop   export, leave
+            └──▶ stop   export, exit
 """
 
 import logging
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.batching import Spool, microbatches_for, split_step
+from megatron_rl.batching import Microbatch, Spool, microbatches_for, split_step
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.engine import build_engine, start_process
 from megatron_rl.engine.learning_rate import learning_rate
@@ -27,7 +27,7 @@ from megatron_rl.trainer.fingerprint import Fingerprint, checksums
 from megatron_rl.trainer.model_folder import assembly_options, open_model
 from megatron_rl.trainer.probe import Prober
 from megatron_rl.trainer.publisher import Publisher
-from megatron_rl.trainer.ranks import broadcast_object, gather, gather_object, rendezvous, the_rank
+from megatron_rl.trainer.ranks import broadcast_object, gather, gather_object, own_rank, rendezvous
 from megatron_rl.trainer.saving import check_loaded, load_checkpoint, save_checkpoint, write_policy
 from megatron_rl.trainer.scored import LogProbRecorder, step_ratio_quantiles, step_scores
 from megatron_rl.trainer.set_sizes import set_size_counts, set_size_quantiles
@@ -43,11 +43,20 @@ LogProbs = Sequence[np.ndarray]
 
 
 def train(folder: RunFolder, resume: bool) -> None:
-    """Run one trainer rank from its start to the order to stop."""
+    """Run one trainer rank from its start to the order to stop.
+
+    Args:
+        folder: Of the run.
+        resume: Whether to continue from the latest checkpoint.
+
+    Raises:
+        RendezvousTimeoutError: Rank 0 has not published the address of the ranks' store in time.
+        RankFaultError: This or another rank has failed.
+    """
     config, steering = folder.config(), steering_from_environment()
     store = rendezvous(steering, config.trainer.collective_timeout_s)
-    with fail_together(store, the_rank(), config.layout.world_size):
-        trainer = Trainer(folder, config, store, steering if the_rank() == 0 else None)
+    with fail_together(store, own_rank(), config.layout.world_size):
+        trainer = Trainer(folder, config, store, steering if own_rank() == 0 else None)
         latest = folder.latest_checkpoint() if resume else None
         trainer.begin(latest[1] if latest else None)
         while (order := trainer.next_order()).kind != "stop":
@@ -65,7 +74,7 @@ class BatchError(RunError):
 
 
 class Trainer:
-    """One rank. `step` is the number of steps done, which is the version of the weights."""
+    """One rank. `step` is the number of completed steps, which is the version of the weights."""
 
     def __init__(self, folder: RunFolder, config: Config, store: dist.Store, steering: Steering | None) -> None:
         """Build the engine; a collective.
@@ -73,11 +82,11 @@ class Trainer:
         Args:
             folder: Of the run.
             config: May differ from the folder's, as in a rerun at another layout.
-            store: Through which the ranks find one another.
-            steering: Rank 0's client of the orchestrator; None on the other ranks, and where the caller says what is trained.
+            store: The ranks' store.
+            steering: Rank 0's client of the orchestrator; None on the other ranks, and where the caller chooses what is trained.
         """
         self.folder, self.config, self.steering = folder, config, steering
-        self.groups = start_process(self.config, the_rank(), store=store, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+        self.groups = start_process(self.config, own_rank(), store=store, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
         model = open_model(folder.model)
         self.engine = build_engine(self.config, self.groups, model.config, model)
         self.spool = Spool(folder.path)
@@ -115,13 +124,17 @@ class Trainer:
         logger.info("rank %d of %d begins at step %d", self.groups.rank, self.groups.layout.world_size, self.step)
 
     def next_order(self) -> Order:
-        """Rank 0 asks; all do the same. A wait is broadcast too, so that no rank waits in a collective for longer than one question."""
-        while (order := broadcast_object(self.steering and self.steering.next_order(self.step))).kind == "wait":
-            pass
-        return order
+        """The order that rank 0 gets, on all ranks; a collective.
+
+        A 'wait' is broadcast too, so that no rank waits in a collective for longer than one request.
+        """
+        while True:
+            order = broadcast_object(self.steering.next_order(self.step) if self.steering else None)
+            if order.kind != "wait":
+                return order
 
     def publish(self, order: Order) -> None:
-        """Bring the order's servers to this version of the weights, and score the probe that they answer with."""
+        """Bring the order's servers to this version of the weights, and score the probe rollouts that they return."""
         self._to_report |= self.publisher.publish(order.servers, self.step)
         self._to_report |= self.prober.score(self.step)
 
@@ -137,7 +150,13 @@ class Trainer:
         self._to_report = {}
 
     def train_plan(self, plan_file: str) -> dict[str, float]:
-        """Train one batch, in trainer.updates_per_step updates, and return the step's metrics.
+        """Train one batch in trainer.updates_per_step updates; a collective.
+
+        Args:
+            plan_file: Of the step plan, relative to the run's folder.
+
+        Returns:
+            The step's metrics.
 
         Raises:
             BatchError: On all ranks, where one of them cannot read its part.
@@ -157,8 +176,8 @@ class Trainer:
                 self._take_fingerprint(spans)
                 metrics["fingerprint_s"] = spans["fingerprint"]
         metrics |= step_times(spans, metrics, num_tokens=sum(entry.num_tokens for entry in plan.entries))
-        told = self.step, metrics["loss"], metrics["grad_norm"], spans["step"]
-        logger.info("step %d: loss %.6g, grad norm %.4g, %.2f s", *told)
+        values = self.step, metrics["loss"], metrics["grad_norm"], spans["step"]
+        logger.info("step %d: loss %.6g, grad norm %.4g, %.2f s", *values)
         self.step += 1
         return metrics
 
@@ -177,12 +196,13 @@ class Trainer:
 
     def _read(self, plan_file: str) -> StepPlan:
         plan = self.spool.read_plan(plan_file)
-        assert plan.step == self.step, f"{plan_file} is no plan of step {self.step}"
+        assert plan.step == self.step, f"{plan_file} is the plan of step {plan.step}, not of step {self.step}"
         return plan
 
     def _assemble(self, part: StepPlan, spans: Spans) -> Update:
-        """This rank's microbatches. A rank that cannot read its part tells the others, which would wait for it in a collective."""
-        microbatches, fault = [], ""
+        """This rank's microbatches. A rank that cannot read its part notifies the others, which would wait in a collective."""
+        microbatches: list[Microbatch] = []
+        fault = ""
         with spans("assemble"):
             try:
                 microbatches = microbatches_for(part, self.spool, self.groups.layout, self.groups.coords, self.options)
@@ -190,7 +210,8 @@ class Trainer:
                 fault = f"rank {self.groups.rank}: {error}"
         if faults := [text for text in gather(fault) if text]:
             raise BatchError(
-                f"the batch of step {part.step} cannot be read: {'; '.join(faults)}; --resume samples it again where a file is incomplete"
+                f"the batch of step {part.step} cannot be read: {'; '.join(faults)}; --resume samples it again where a file is "
+                "incomplete"
             )
         return Update(part, microbatches, LogProbRecorder(self.loss))
 
@@ -226,14 +247,14 @@ class Trainer:
         parts = [(update.plan, update.microbatches, update.loss) for update in updates]
         self.scores = step_scores(parts, self.config.metrics.examples_per_step, self._is_loss_reporting_rank)
         ratios = step_ratio_quantiles([update.loss for update in updates], self._is_loss_reporting_rank, self.groups.device)
-        # All ranks of a data-parallel replica know its microbatches: one reports.
+        # All ranks of a data-parallel replica have the same microbatches: one reports.
         coords = self.groups.coords
         own = [m for update in updates for m in update.microbatches] if coords.tp == coords.cp == coords.pp == 0 else []
         return ratios | set_size_quantiles(gather_object(set_size_counts(own)) or ())
 
     @property
     def _is_loss_reporting_rank(self) -> bool:
-        """Of the last stage's ranks of a replica, all of which see the same, one reports."""
+        """One of the ranks of a replica's last stage, which all compute the same loss."""
         return self.groups.is_last_stage and self.groups.coords.tp == self.groups.coords.cp == 0
 
     def _take_fingerprint(self, spans: Spans) -> None:

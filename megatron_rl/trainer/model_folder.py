@@ -9,14 +9,18 @@ from megatron_rl.engine.engine import Engine
 
 
 def open_model(folder: Path) -> HfCheckpoint | MegatronCheckpoint:
-    """The model's folder, of Hugging Face's format or converted from it, every tensor of it accounted for."""
+    """Open the model's folder, of Hugging Face's format or converted from it, and check every tensor's name and shape.
+
+    Raises:
+        TensorMismatchError: A tensor is missing, unknown or of another shape.
+    """
     checkpoint = open_checkpoint(folder)
     checkpoint.check(table_of(checkpoint))
     return checkpoint
 
 
 def assembly_options(config: Config, engine: Engine) -> AssemblyOptions:
-    """What this rank's microbatches hold."""
+    """How this rank's microbatches are assembled."""
     return AssemblyOptions(
         contract=engine.table.architecture.contract,
         max_tokens=config.trainer.max_tokens_per_microbatch,

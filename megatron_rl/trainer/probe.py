@@ -1,4 +1,4 @@
-"""Probe rollouts: sampled right after an update of the servers, scored by the trainer before its next step, at equal weights."""
+"""Probe rollouts: sampled directly after a weight update and scored by the trainer before its next step, at the same weights."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,21 +17,33 @@ from megatron_rl.wire.control import ProbeReport
 
 
 class Prober:
-    """Scores a probe twice where a replay is switched off: as the objective scores (the metrics), and with every replay on (the verdict)."""
+    """Scores the rollouts that servers sample after a weight update.
+
+    Where the objective switches a replay off, a probe is scored twice: as the objective scores, for the metrics; and with every
+    replay on, for the distances by which the orchestrator decides whether a server passes the probe.
+    """
 
     def __init__(self, rank: TrainerRank) -> None:
         self._rank = rank
         self._faithful = replace(rank.options, keep_set_replay=True, routing_replay=True)
 
     def score(self, version: int) -> dict[str, float]:
-        """Ask for the probe of this version, score it, report each rollout's distance; returns probe/... metrics, none without a probe."""
+        """Get the probe of a version from the orchestrator, score it and report each rollout's distance; a collective.
+
+        Args:
+            version: Of the weights, which are the trainer's present ones.
+
+        Returns:
+            Metrics named probe/...; none where no probe was sampled in time.
+        """
         t = self._rank
-        ask = t.steering and t.steering.probe_question(version, t.config.servers.request_timeout_s)
-        while (name := broadcast_object(ask and ask())) is None:
-            pass
-        if not name:
+        poll = t.steering.probe_poll(version, t.config.servers.request_timeout_s) if t.steering else None
+        plan_file: str | None = None
+        while plan_file is None:
+            plan_file = broadcast_object(poll() if poll else None)
+        if not plan_file:
             return {}
-        plan = t.spool.read_plan(name)
+        plan = t.spool.read_plan(plan_file)
         metrics, distances = self._score(plan, t.options)
         if t.options != self._faithful:
             _, distances = self._score(plan, self._faithful)
@@ -43,7 +55,7 @@ class Prober:
         t = self._rank
         microbatches = microbatches_for(plan, t.spool, t.groups.layout, t.groups.coords, options)
         scores = t.engine.score(microbatches)
-        # Ranks of one data-parallel replica hold the same scores: one of them speaks.
+        # Ranks of one data-parallel replica hold the same scores: one of them reports.
         is_reporting_rank = t.groups.coords.tp == 0 and t.groups.coords.pp == 0 and t.groups.coords.cp == 0
         own = (_mismatch(microbatches, scores, plan), _distances(microbatches, scores, plan)) if is_reporting_rank else ({}, {})
         everywhere = gather(own)
@@ -59,7 +71,7 @@ def _mismatch(microbatches: Sequence[Microbatch], scores: Sequence[Scores], plan
 
 
 def _distances(microbatches: Sequence[Microbatch], scores: Sequence[Scores], plan: StepPlan) -> dict[str, float]:
-    """Uid to mean |log p_trainer - log p_rollout| over its loss tokens."""
+    """Uid to mean |log p_trainer - log p_rollout| over the rollout's loss tokens."""
     distances = {}
     for m, s in zip(microbatches, scores, strict=True):
         d = np.abs(s.log_probs.astype(np.float64) - m.rollout_logprobs)

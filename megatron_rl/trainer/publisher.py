@@ -1,8 +1,9 @@
-"""A version of the policy onto the rollout servers."""
+"""Sends a version of the policy to the rollout servers."""
 
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 
@@ -21,18 +22,19 @@ logger = logging.getLogger(__name__)
 
 
 class PolicySource:
-    """The engine's weights as a sender wants them; a pass over them is a collective of the trainer's ranks."""
+    """The engine's weights as a sender reads them; iterating is a collective of the trainer's ranks."""
 
     def __init__(self, engine: Engine) -> None:
         self._tensors = engine.rollout_tensors()
         self.specs = self._tensors.specs
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._tensors)
+        # Other ranks than 0 get (name, None), and drop it.
+        return cast("Iterator[tuple[str, torch.Tensor]]", iter(self._tensors))
 
 
 class Publisher:
-    """Rank 0 sends; the other ranks take part in the gathering."""
+    """Rank 0 sends the weights; the other ranks take part in gathering them."""
 
     def __init__(self, config: Config, engine: Engine, steering: Steering | None) -> None:
         self._config, self._engine, self._steering = config, engine, steering
@@ -40,7 +42,15 @@ class Publisher:
         self._sender = _sender(self._servers_engine, config) if steering else None
 
     def publish(self, servers: Sequence[str], version: int) -> dict[str, float]:
-        """Bring the servers to `version`, one pass over the weights; says which hold it. The metrics are those of rank 0."""
+        """Send the weights to the servers and report which of them hold the version; a collective.
+
+        Args:
+            servers: URLs of the servers that are to be updated.
+            version: Of the weights, which are the trainer's present ones.
+
+        Returns:
+            Rank 0's metrics sync_..., on all ranks.
+        """
         source = PolicySource(self._engine)
         if self._steering is None or self._sender is None:
             for _ in source:
@@ -63,7 +73,7 @@ class Publisher:
             "sync_bytes": float(report.num_bytes),
         }
         logger.info(
-            "version %d: %d servers hold it, failed: %s; %.2f s",
+            "version %d: held by %d servers; failed: %s; %.2f s",
             version,
             len(report.held),
             dict(report.failed),
@@ -73,11 +83,12 @@ class Publisher:
         return broadcast_object(metrics)
 
     def close(self) -> None:
+        """Close the connections to the servers."""
         if self._sender is not None:
             self._sender.close()
 
 
 def _sender(engine: InferenceEngine, config: Config) -> WeightSender:
-    """It listens on this machine's address in the run: on a cluster the one that its agent found, else the servers' own."""
+    """Listens on this machine's address in the run: on a cluster the one that its agent found, else servers.host."""
     section, host = config.weight_sync, os.environ.get(ADDRESS_VARIABLE, config.servers.host)
     return engine.weight_sender(config.transport, host, bucket_bytes=section.bucket_mib << 20, timeout_s=section.timeout_s)

@@ -10,7 +10,7 @@ from megatron_rl.trainer.steering import Steering
 
 
 class TrainerRank(Protocol):
-    """One rank of a run, as its supervised start, its prober and its replay see it."""
+    """One rank of a run, as its supervised start and its prober see it."""
 
     folder: RunFolder
     config: Config
@@ -19,4 +19,4 @@ class TrainerRank(Protocol):
     spool: Spool
     options: AssemblyOptions
     steering: Steering | None
-    """Rank 0's way to the orchestrator."""
+    """Rank 0's client of the orchestrator; None on the others."""

@@ -1,9 +1,9 @@
-"""How the ranks of the trainer find one another, and what they tell one another beside tensors: small Python objects."""
+"""How the trainer's ranks find one another, and collectives of small Python objects."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -14,37 +14,46 @@ from megatron_rl.wire.stores import address_towards, join_store, serve_store
 T = TypeVar("T")
 
 
-def the_rank() -> int:
-    """This process's rank, as torchrun, Slurm and the local launcher say it."""
+def own_rank() -> int:
+    """This process's rank, as torchrun, Slurm and the local launcher set it."""
     return int(os.environ["RANK"])
 
 
 def rendezvous(steering: Steering, timeout_s: float) -> dist.Store:
-    """The store through which the ranks meet: served by rank 0 on the one address by which it reaches the orchestrator, at a port
-    that is bound before anybody is told of it. Gloo then listens on the same interface, and no other. Raises RendezvousTimeoutError.
+    """The ranks' store, served by rank 0.
+
+    It listens on the one address by which rank 0 reaches the orchestrator, at a port that is bound before it is published. Gloo
+    then listens on the same interface, and no other.
+
+    Args:
+        steering: This rank's client of the orchestrator.
+        timeout_s: Of the rendezvous, and of every later wait for a key.
+
+    Raises:
+        RendezvousTimeoutError: Rank 0 has not published the store's address in time.
     """
-    served: list[dist.Store] = []
+    served: list[dist.TCPStore] = []
 
     def serve(host: str) -> int:
         served.append(serve_store(host, timeout_s))
         return served[0].port
 
-    host, port = steering.rendezvous(the_rank(), serve, timeout_s)
+    host, port = steering.rendezvous(own_rank(), serve, timeout_s)
     if interface := interface_of(address_towards(host, port)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     return served[0] if served else join_store(host, port, timeout_s)
 
 
 def rendezvous_in(folder: Path, world_size: int) -> dist.Store:
-    """The store of ranks that nobody steers, such as those of a replay: all on this machine, in a folder of their own."""
+    """The store of ranks without an orchestrator, such as those of a rerun: all on this machine, as a file in this folder."""
     return dist.FileStore(str(folder / "store"), world_size)
 
 
 def broadcast_object(value: T | None) -> T:
-    """Rank 0's value on all ranks."""
+    """Rank 0's value, on all ranks. What the other ranks pass is ignored."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
-    return box[0]
+    return cast("T", box[0])
 
 
 def gather(value: T) -> Sequence[T]:
@@ -55,7 +64,7 @@ def gather(value: T) -> Sequence[T]:
 
 
 def gather_object(value: T) -> Sequence[T] | None:
-    """Every rank's value, in the order of ranks, on rank 0; None on the others, which would only carry what they do not need."""
+    """Every rank's value, in the order of ranks, on rank 0; None on the others, which need not receive them."""
     values: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, values, dst=0)
     return values

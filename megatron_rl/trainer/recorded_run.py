@@ -1,4 +1,4 @@
-"""Which steps of a run can be trained again, read from its folder."""
+"""Which steps of a run can be rerun, read from its folder."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from megatron_rl.metrics import read_rows
 
 
 def recorded_steps(run: RunFolder) -> list[int]:
-    """Steps that were trained, and whose plan and payloads are in the spool and complete; in rising order."""
+    """Steps that were trained and whose plan and payloads are complete in the spool; in rising order."""
     if not run.metrics_file.exists():
         return []
     spool = Spool(run.path)
@@ -16,13 +16,13 @@ def recorded_steps(run: RunFolder) -> list[int]:
 
 
 def starting_steps(run: RunFolder, recorded: Sequence[int]) -> list[int]:
-    """Those of the recorded steps before which the trainer's state is known: the run's start and the kept checkpoints."""
+    """Recorded steps before which the trainer's state is known: the run's start and the kept checkpoints."""
     config = run.config()
     starts = [0] if not config.supervised.steps or run.supervised_seal.exists() else []
     return sorted({*starts, *(step for step, _ in run.complete_checkpoints())} & set(recorded))
 
 
 def starts_leading_to(step: int, starts: Sequence[int], recorded: Sequence[int]) -> list[int]:
-    """Those of the starting steps from which recorded steps lead to `step` without a gap."""
+    """Starting steps from which all steps to `step` are recorded."""
     there = set(recorded)
     return [start for start in starts if start <= step and all(n in there for n in range(start, step))]

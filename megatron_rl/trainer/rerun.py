@@ -1,4 +1,4 @@
-"""Recorded steps trained again, on one rank: `python -m megatron_rl.trainer.rerun RUN_DIR SCRATCH_DIR FIRST STEPS`.
+"""Reruns recorded steps, one rank: `python -m megatron_rl.trainer.rerun RUN_DIR SCRATCH_DIR FIRST STEPS`.
 
 Nothing of the run is written. Rank 0 appends a comparison for each step to SCRATCH_DIR/report.jsonl.
 """
@@ -25,8 +25,15 @@ from megatron_rl.wire.control import encode
 REPORT = "report.jsonl"
 
 
-def replay(run: RunFolder, scratch: RunFolder, first: int, steps: int) -> None:
-    """Train the plans first, first + 1, ... from the state that the run had there, and compare each step with what was recorded."""
+def rerun(run: RunFolder, scratch: RunFolder, first: int, steps: int) -> None:
+    """Train recorded step plans from the state that the run had there, and compare each step with its record; a collective.
+
+    Args:
+        run: The recorded run; only read.
+        scratch: Holds the config of the rerun, and gets the report.
+        first: The first step: 0, or one before which a checkpoint was kept.
+        steps: Number of steps.
+    """
     config = scratch.config()
     trainer = Trainer(run, config, rendezvous_in(scratch.path, config.layout.world_size), steering=None)
     trainer.begin(run.checkpoint(first) if first else None, recorded_start=True)
@@ -39,37 +46,49 @@ def replay(run: RunFolder, scratch: RunFolder, first: int, steps: int) -> None:
 
 
 def compare(trainer: Trainer, step: int, metrics: dict[str, float]) -> StepComparison | None:
-    """The step just trained beside its record; a collective. None on all ranks but the first.
+    """Compare the step just trained with its record; a collective.
 
-    By fingerprints where they were recorded at this layout. Where these differ, or are none, by the checkpoint behind the step, if
-    there is one: it is read at any layout, and tells how large a difference is.
+    By fingerprints where they were recorded at this layout. Where these differ or are missing, by the checkpoint after the step,
+    if there is one: it is read at any layout, and shows how large a difference is.
+
+    Args:
+        trainer: Directly after the step.
+        step: Counted from 0.
+        metrics: Of the rerun step.
+
+    Returns:
+        The comparison on rank 0; None on the others.
     """
-    recorded = Fingerprint.read(trainer.folder.fingerprints, step) if trainer.fingerprint else None
+    own = trainer.fingerprint
+    recorded = Fingerprint.read(trainer.folder.fingerprints, step) if own else None
     if recorded is not None and recorded.layout != trainer.config.layout.model_dump():
         recorded = None
-    first = recorded.first_difference(trainer.fingerprint) if recorded is not None else None
-    behind = trainer.folder.checkpoint(step + 1)
-    wanted = broadcast_object((recorded is None or first is not None) and behind.exists())
-    differences = differences_from(trainer.engine, behind) if wanted else None
+    first = recorded.first_difference(own) if recorded is not None and own is not None else None
+    checkpoint_after = trainer.folder.checkpoint(step + 1)
+    wanted = broadcast_object((recorded is None or first is not None) and checkpoint_after.exists())
+    differences = differences_from(trainer.engine, checkpoint_after) if wanted else None
     if trainer.groups.rank != 0:
         return None
     values = comparable(metrics)
     rows = {row.step: row.values for row in read_rows(trainer.folder.metrics_file)}
-    of_metrics = {"metrics": differing_metrics(rows[step], values), "num_metrics": len(values.keys() & rows[step].keys())}
+    differing, num_metrics = differing_metrics(rows[step], values), len(values.keys() & rows[step].keys())
     if recorded is not None:
         size = differences[first.rank].get(first.name) if first and differences else None
-        return StepComparison(step, "fingerprints", first, size, recorded.num_tensors, **of_metrics)
+        return StepComparison(step, "fingerprints", first, size, recorded.num_tensors, differing, num_metrics)
     if differences is not None:
         first, size = _first_of(differences)
-        return StepComparison(step, "checkpoint", first, size, sum(map(len, differences)), **of_metrics)
-    return StepComparison(step, "metrics", **of_metrics)
+        return StepComparison(step, "checkpoint", first, size, sum(map(len, differences)), differing, num_metrics)
+    return StepComparison(step, "metrics", metrics=differing, num_metrics=num_metrics)
 
 
 @torch.no_grad()
 def differences_from(engine: Engine, checkpoint: Path) -> Sequence[dict[str, float]] | None:
-    """Of each rank, tensor name to the largest absolute difference between the state and the checkpoint's. A collective.
+    """How far the state is from a checkpoint's; a collective.
 
-    The state is as before afterwards. It is kept on the host meanwhile, so that the device needs no second copy.
+    The state is unchanged afterwards. A copy is kept on the host meanwhile, so that the device needs no second one.
+
+    Returns:
+        Of each rank, tensor name to the largest absolute difference; on rank 0, None on the others.
     """
     own = {name: tensor.cpu().clone() for name, tensor in engine.state()}
     load_checkpoint(engine, checkpoint)
@@ -81,7 +100,7 @@ def differences_from(engine: Engine, checkpoint: Path) -> Sequence[dict[str, flo
 
 
 def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Infinity where a NaN stands on one side."""
+    """Infinity where either has a NaN."""
     difference = (a.double() - b.double()).abs()
     return float(torch.where(torch.isnan(difference), torch.inf, difference).max())
 
@@ -100,10 +119,11 @@ def _first_of(differences: Sequence[dict[str, float]]) -> tuple[TensorDifference
 
 
 def main(arguments: Sequence[str]) -> None:
+    """Rerun on this rank; the arguments are those of the command above."""
     run, scratch, first, steps = arguments
     ignore_sigterm()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    replay(RunFolder(Path(run)), RunFolder(Path(scratch)), int(first), int(steps))
+    rerun(RunFolder(Path(run)), RunFolder(Path(scratch)), int(first), int(steps))
 
 
 if __name__ == "__main__":

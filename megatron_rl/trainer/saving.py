@@ -2,7 +2,9 @@
 
 import logging
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,13 @@ ENGINE = "engine"
 
 
 def save_checkpoint(engine: Engine, folder: Path, step: int) -> None:
-    """Model, optimizer and step, in a new folder; a collective. What a killed save left there is removed."""
+    """Write model, optimizer and step; a collective.
+
+    Args:
+        engine: What is saved.
+        folder: Made anew: what an interrupted save left there is removed.
+        step: Number of completed steps.
+    """
     if engine.groups.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, mode=0o700)
@@ -30,21 +38,21 @@ def save_checkpoint(engine: Engine, folder: Path, step: int) -> None:
 
 
 def load_checkpoint(engine: Engine, folder: Path) -> int:
-    """At any layout. Returns the step."""
+    """Load model and optimizer, saved at any layout; a collective. Returns the number of completed steps."""
     return engine.load(folder / ENGINE)
 
 
 def check_loaded(engine: Engine, checkpoint: Path, fingerprints: Path, step: int, layout: LayoutSection) -> None:
     """Compare the state just loaded with the checksums recorded when it was saved; a collective.
 
-    A byte that a disk has changed shows in nothing else. Nothing is compared where no fingerprint was recorded at this layout.
+    Nothing else detects a byte that a disk has changed. Nothing is compared where no fingerprint was recorded at this layout.
 
     Args:
         engine: With the checkpoint loaded.
         checkpoint: Named in the message.
         fingerprints: The run's folder of fingerprints.
-        step: Steps done: the checkpoint was saved after step - 1.
-        layout: This run's layout section: at another one the ranks' parts are others.
+        step: Number of completed steps: the checkpoint was saved after step - 1.
+        layout: This run's layout section: at another one the ranks hold other parts.
 
     Raises:
         EngineCheckpointError: On rank 0, which ends all ranks.
@@ -61,17 +69,23 @@ def check_loaded(engine: Engine, checkpoint: Path, fingerprints: Path, step: int
 
 
 def write_policy(engine: Engine, folder: Path, model: Path) -> None:
-    """The policy as a Hugging Face folder, in place of what is there, with the files of `model` and the layers for multi-token prediction that
-    the run does not train; a collective, written by rank 0.
+    """Write the policy as a Hugging Face folder; a collective, in which rank 0 writes.
+
+    Args:
+        engine: Holds the policy.
+        folder: Replaced where it exists.
+        model: The run's model: its other files are copied, and its layers for multi-token prediction if the run does not
+            train them.
     """
     tensors = engine.hf_tensors()
     if engine.groups.rank == 0:
+        on_rank_0 = cast("Iterable[tuple[str, torch.Tensor]]", tensors)  # the other ranks get (name, None)
         shutil.rmtree(folder, ignore_errors=True)
         dtype = getattr(torch, engine.config.model.dtype)
         own = engine.table.hf_specs(dtype)
         carried = CarriedLayers.of(model, own)
         write_hf_checkpoint(
-            folder, carried.appended_to(tensors), read_config(model), dtype=dtype, specs=own | carried.specs, assets_from=model
+            folder, carried.appended_to(on_rank_0), read_config(model), dtype=dtype, specs=own | carried.specs, assets_from=model
         )
         logger.info("the policy is in %s", folder)
     else:

@@ -1,4 +1,4 @@
-"""The log-probs that a step's loss was computed from: their ratios to the rollouts', and of a few rollouts themselves, for the report."""
+"""The log-probs that a step's loss was computed from: quantiles of their ratios, and those of a few rollouts for the report."""
 
 from collections.abc import Sequence
 
@@ -15,14 +15,15 @@ from megatron_rl.trainer.ranks import gather_object
 
 
 class LogProbRecorder:
-    """A loss that records the log-probs it is given, microbatch by microbatch; the schedule runs the last stage's in their order."""
+    """A loss that records the log-probs of each microbatch; the schedule runs those of the last stage in their order."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
-        self.log_probs: list[Tensor] = []  # f32 [N] of each microbatch; empty on ranks that see no loss
+        self.log_probs: list[Tensor] = []  # f32 [N] of each microbatch; empty on ranks that compute no loss
         self.ratio_counts: list[Tensor] = []  # of each microbatch's loss tokens, as `ratio_counts` makes them
 
     def __call__(self, log_probs: Tensor, batch: TokenBatch) -> tuple[Tensor, Measured]:
+        """The loss and its metrics. log_probs: f32 [N] over the microbatch's positions."""
         self.log_probs.append(log_probs.detach())
         self.ratio_counts.append(ratio_counts(log_probs.detach()[batch.position] - batch.rollout_logprobs))
         return self._loss(log_probs, batch)
@@ -33,8 +34,8 @@ def step_ratio_quantiles(recorded: Sequence[LogProbRecorder], is_reporting_rank:
 
     Args:
         recorded: One for each update of the step.
-        is_reporting_rank: Whether this rank's tokens count: of several ranks that see the same ones, one reports.
-        device: Of the counts, as the process group's backend wants it.
+        is_reporting_rank: Whether this rank's tokens count: of several ranks with the same tokens, one reports.
+        device: Of the counts, as the process group's backend needs it.
     """
     counts = torch.zeros(NUM_BINS, dtype=torch.int64, device=device)
     if is_reporting_rank:
@@ -47,12 +48,15 @@ def step_ratio_quantiles(recorded: Sequence[LogProbRecorder], is_reporting_rank:
 def step_scores(
     updates: Sequence[tuple[StepPlan, Sequence[Microbatch], LogProbRecorder]], count: int, is_reporting_rank: bool
 ) -> dict[str, np.ndarray]:
-    """What the loss saw of a few rollouts of each update: uid to f32 [C], on rank 0; a collective, unless count is 0.
+    """The log-probs that the loss got of a few rollouts of each update; a collective, unless count is 0.
 
     Args:
-        updates: The plan of each update with this rank's microbatches and what the loss recorded of them.
-        count: Rollouts of each update.
+        updates: Of each update its plan, this rank's microbatches and what the loss recorded of them.
+        count: Number of rollouts of each update.
         is_reporting_rank: As in `step_ratio_quantiles`.
+
+    Returns:
+        On rank 0, uid to f32 [C]; nothing on the others.
     """
     own: dict[str, np.ndarray] = {}
     if not count:
@@ -64,7 +68,7 @@ def step_scores(
 
 
 def shown_entries(plan: StepPlan, count: int) -> set[int]:
-    """Numbers of at most `count` entries, from the best advantage to the worst, evenly: the extremes say most."""
+    """Numbers of at most `count` entries, evenly from the best advantage to the worst, both included: the extremes show most."""
     ordered = sorted(range(len(plan.entries)), key=lambda number: -plan.entries[number].advantage)
     places = np.linspace(0, len(ordered) - 1, min(count, len(ordered))).round().astype(int)
     return {ordered[place] for place in places}
@@ -73,14 +77,24 @@ def shown_entries(plan: StepPlan, count: int) -> set[int]:
 def completion_scores(
     microbatches: Sequence[Microbatch], log_probs: Sequence[Tensor], entries: Sequence[PlanEntry], shown: set[int]
 ) -> dict[str, np.ndarray]:
-    """Uid to f32 [C] of the shown entries that lie in these microbatches: NaN where a completion token carries no loss.
+    """The log-probs of some rollouts' completions.
 
-    log_probs: f32 [N] of each microbatch. C ends with the last token that carries a loss.
+    Args:
+        microbatches: A rank's, of one update.
+        log_probs: f32 [N] of each microbatch.
+        entries: Of the update's plan.
+        shown: Numbers of the wanted entries.
+
+    Returns:
+        Uid to f32 [C] of the wanted entries in these microbatches: NaN for a completion token without loss. C ends with the last
+        loss token.
     """
     found = {}
     for microbatch, values in zip(microbatches, log_probs, strict=True):
         here = shown.intersection(np.unique(microbatch.sequence[microbatch.loss_mask]).tolist())
-        host = values.float().cpu().numpy() if here else None  # most microbatches hold none, and stay on the device
+        if not here:
+            continue  # most microbatches: their values stay on the device
+        host = values.float().cpu().numpy()
         for number in here:
             places = np.flatnonzero((microbatch.sequence == number) & microbatch.loss_mask)
             of_completion = np.full(int(microbatch.completion_index[places].max()) + 1, np.nan, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""How wide the keep-sets of a step are: most are narrow, and a mean says nothing of the rest."""
+"""Sizes of a step's keep-sets, as quantiles: most sets are small, and a mean hides the others."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +11,7 @@ QUANTILES = {"keep_set_size_p50": 0.5, "keep_set_size_p99": 0.99, "keep_set_size
 
 
 def set_size_counts(microbatches: Iterable[Microbatch]) -> np.ndarray:
-    """i64 [largest + 1]: how many loss tokens have a replayed set of each size; tokens without one are not counted."""
+    """i64 [largest size + 1]: the number of loss tokens with a replayed set of each size; tokens without one are not counted."""
     sizes = [m.keep_sets.sizes for m in microbatches]
     counts = np.bincount(np.concatenate([np.zeros(0, dtype=np.int64), *sizes]), minlength=1)
     counts[0] = 0
@@ -19,7 +19,7 @@ def set_size_counts(microbatches: Iterable[Microbatch]) -> np.ndarray:
 
 
 def set_size_quantiles(of_ranks: Sequence[np.ndarray]) -> dict[str, float]:
-    """Of all ranks' counts together, by the smallest size up to which at least the share of the tokens lies; {} of no sets."""
+    """Quantiles over all ranks' tokens: the smallest size that this share of the tokens does not exceed; {} of no sets."""
     total = np.zeros(max((len(counts) for counts in of_ranks), default=1), dtype=np.int64)
     for counts in of_ranks:
         total[: len(counts)] += counts

@@ -1,4 +1,4 @@
-"""One optimizer update of a step on this rank, and the metrics of a step from those of its updates."""
+"""One optimizer update of a step on this rank, and the metrics of a step, computed from its updates'."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Update:
 
 
 def metrics_of_step(updates: Sequence[dict[str, Metric]]) -> dict[str, float]:
-    """The step's metrics: seconds of its updates add up, the loss is their mean, everything else is reduced as it says."""
+    """The step's metrics: seconds of its updates add up, the loss is their mean, the others have their own reduction."""
     values = to_floats(merge(updates))
     for name in _SECONDS:
         values[name] = sum(update[name].value for update in updates)
@@ -34,13 +34,16 @@ def metrics_of_step(updates: Sequence[dict[str, Metric]]) -> dict[str, float]:
 def step_times(spans: Spans, metrics: dict[str, float], num_tokens: int) -> dict[str, float]:
     """The step's own times, from its spans.
 
-    overhead_share is of the work of a step, without waiting and without the update of the servers: what is neither Megatron's passes nor
-    the optimizer, that is reading, checking, packing, replay, loss, metrics and fingerprints.
+    overhead_share is the share of a step's work that is neither Megatron's passes nor the optimizer: reading, checking, packing,
+    replay, loss, metrics and fingerprints. The work is without waiting and without the weight update of the servers.
 
     Args:
-        spans: step, assemble and score.
+        spans: Holds step, assemble and score.
         metrics: Those of the step so far.
         num_tokens: Of the step's rollouts, prompts included.
+
+    Returns:
+        step_s, assemble_s, score_s, overhead_share and trainer_tokens_per_s.
     """
     own_s = spans["assemble"] + metrics["own_s"] + metrics.get("fingerprint_s", 0.0)
     work_s = metrics["forward_backward_s"] + metrics["optimizer_s"] + spans["score"]

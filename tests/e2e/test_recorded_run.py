@@ -29,7 +29,7 @@ def test_its_steps_are_rerun_to_the_recorded_fingerprints(tmp_path):
         return
     # The size of a difference is known where a checkpoint follows the step.
     assert all(float(size) < 1e-4 for size in re.findall(r"by at most ([\d.e+-]+\d)", again.stdout)), again.stdout
-    for name, before, now in re.findall(r"(\w+): (\S+) recorded, (\S+) replayed", again.stdout):
+    for name, before, now in re.findall(r"(\w+): (\S+) recorded, (\S+) in the rerun", again.stdout):
         assert float(now) == pytest.approx(float(before), rel=1e-2, abs=1e-4), name
 
 

@@ -40,11 +40,11 @@ def test_a_step_that_was_trained_on_something_else_is_found_and_its_first_tensor
     plan_file.write_text(json.dumps(plan))
     again = replay(altered.path, "--from-step", "2")
     assert again.returncode == 1, again.stdout + again.stderr
-    # the checkpoint behind the step, before step 3, tells the size
+    # the checkpoint after the step, before step 3, tells the size
     assert re.search(r"step 2: DIFFERS; the first tensor that differs is \S.* on rank 0 by at most \d", again.stdout), (
         again.stdout
     )
-    assert re.search(r"loss: \S+ recorded, \S+ replayed", again.stdout)
+    assert re.search(r"loss: \S+ recorded, \S+ in the rerun", again.stdout)
 
 
 def test_at_another_layout_a_step_is_compared_with_the_checkpoint_behind_it(recorded):

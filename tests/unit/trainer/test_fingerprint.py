@@ -67,7 +67,7 @@ def test_a_comparison_travels_and_says_what_differs_and_by_how_much():
         "step 4: DIFFERS; the first tensor that differs is decoder.layers.0.mlp.router.weight on rank 1 by at most 1.25e-07; "
         "7 of 30 tensors differ; 1 of 9 metrics differ"
     )
-    assert metric == "    loss: 1.0 recorded, 1.5 replayed"
+    assert metric == "    loss: 1.0 recorded, 1.5 in the rerun"
 
 
 def test_without_a_tensor_to_compare_the_text_says_so():

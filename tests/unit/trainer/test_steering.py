@@ -68,23 +68,23 @@ def test_orders_and_reports_travel_with_the_key(orchestrator):
     assert decode(reported, StepReport).metrics["grad_norm"] == 0.5
 
 
-def answers(question) -> list[str | None]:
+def answers(poll) -> list[str | None]:
     """Until it has its answer."""
-    found = [question()]
+    found = [poll()]
     while found[-1] is None:
-        found.append(question())
+        found.append(poll())
     return found
 
 
 def test_a_probe_is_asked_for_until_it_is_ready(orchestrator):
     orchestrator.answers = {"/probe": [ProbeOrder(ready=False), ProbeOrder(ready=True, plan_file="plans/probe_000007.json")]}
-    assert answers(Steering(orchestrator.url, "k").probe_question(7, timeout_s=5)) == [None, "plans/probe_000007.json"]
+    assert answers(Steering(orchestrator.url, "k").probe_poll(7, timeout_s=5)) == [None, "plans/probe_000007.json"]
     assert [decode(body, ProbeRequest).version for _, _, body in orchestrator.received] == [7, 7]
 
 
 def test_a_probe_that_never_comes_is_given_up(orchestrator):
     orchestrator.answers = {"/probe": [ProbeOrder(ready=False)] * 10_000}
-    assert answers(Steering(orchestrator.url, "k").probe_question(7, timeout_s=0.05))[-1] == ""
+    assert answers(Steering(orchestrator.url, "k").probe_poll(7, timeout_s=0.05))[-1] == ""
 
 
 def test_ranks_meet_where_the_first_one_serves(orchestrator):
@@ -102,7 +102,8 @@ def test_ranks_meet_where_the_first_one_serves(orchestrator):
 def test_a_first_rank_that_never_comes_is_named(orchestrator):
     orchestrator.answers = {"/rendezvous": [Rendezvous()] * 10_000}
     with pytest.raises(
-        RendezvousTimeoutError, match="rank 0 has not said within 0.05 s where the ranks meet; see logs/trainer-0.log"
+        RendezvousTimeoutError,
+        match=r"has not published the address of the ranks' store within 0\.05 s .*; see logs/trainer-0\.log",
     ):
         Steering(orchestrator.url, "k").rendezvous(1, lambda host: 0, timeout_s=0.05)
 
