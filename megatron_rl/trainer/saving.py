@@ -63,7 +63,7 @@ def check_loaded(engine: Engine, checkpoint: Path, fingerprints: Path, step: int
         return
     if found := recorded.first_difference(Fingerprint(step - 1, recorded.layout, tuple(own))):
         raise EngineCheckpointError(
-            f"{checkpoint}: {found.name} of rank {found.rank}, and {found.num_different - 1} more tensors, are not what was saved; "
+            f"{checkpoint}: {found.name} of rank {found.rank} and {found.num_different - 1} more tensors are not what was saved; "
             "remove the folder: --resume then continues from the checkpoint before it"
         )
 
@@ -74,7 +74,7 @@ def write_policy(engine: Engine, folder: Path, model: Path) -> None:
     Args:
         engine: Holds the policy.
         folder: Replaced where it exists.
-        model: The run's model: its other files are copied, and its layers for multi-token prediction if the run does not
+        model: The run's model: its other files are copied, and its layers for multi-token prediction where the run does not
             train them.
     """
     tensors = engine.hf_tensors()

@@ -10,7 +10,7 @@ import torch
 from megatron_rl.batching import Spool, microbatches_for, summarise
 from megatron_rl.config.sections import Objective
 from megatron_rl.metrics import merge, to_floats
-from megatron_rl.metrics.arms import _BOTH_ENDS, _LARGEST, _WHOLE_RUN
+from megatron_rl.metrics.arms import _ALL_STEPS, _BOTH_ENDS, _LARGEST
 from megatron_rl.metrics.catalogue import CATALOGUE, PANELS, SOURCES, curves_of, documented, unknown_names
 from megatron_rl.objective import Denominators, PolicyLoss, SupervisedLoss, mismatch_metrics, token_batch
 from megatron_rl.objective.ratio_quantiles import QUANTILES as RATIO_QUANTILES
@@ -88,7 +88,7 @@ def test_the_batchs_names_and_the_trainers_are_distinct_and_both_count_the_same_
 
 
 def test_what_is_shown_is_in_the_catalogue():
-    shown = [*_BOTH_ENDS.values(), *_LARGEST.values(), *_WHOLE_RUN.values()]
+    shown = [*_BOTH_ENDS.values(), *_LARGEST.values(), *_ALL_STEPS.values()]
     shown += [spec.summary.weight for spec in CATALOGUE if spec.summary and spec.summary.weight]
     assert unknown_names(shown) == []
     panels = [panel.title for panel in PANELS]
