@@ -68,7 +68,7 @@ def test_a_byte_of_a_checkpoint_that_a_disk_has_changed_is_found_and_its_tensor_
     again = replay(damaged.path, "--from-step", "2")
     assert again.returncode == 1, again.stdout + again.stderr
     assert re.search(
-        r"step_000002: \S.* of rank \d, and \d+ more tensors, are not what was saved; remove the folder", again.stderr
+        r"step_000002: \S.* of rank \d and \d+ more tensors are not what was saved; remove the folder", again.stderr
     ), again.stderr
 
 
