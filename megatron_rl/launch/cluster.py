@@ -1,6 +1,6 @@
 """The nodes of a Slurm job as the machines of a run.
 
-The batch script has started an agent on each, which starts and ends processes.
+The batch script starts an agent on each, which starts and ends processes.
 """
 
 import dataclasses
@@ -20,10 +20,15 @@ from megatron_rl.wire.nodes import OrchestratorPlace
 
 
 class ClusterMachines:
-    """The orchestrator is on the first trainer node.
+    """The nodes of a job; the orchestrator is on the first trainer node.
 
     Args:
-        attempt: Of the job, so that agents of an earlier attempt are not taken for this one's.
+        config: Of the run.
+        folder: Of the run.
+        attempt: Of the job, so that agents of an earlier attempt do not join this one.
+
+    Raises:
+        AddressError: This node has no address for the others.
     """
 
     def __init__(self, config: Config, folder: RunFolder, attempt: str) -> None:
@@ -40,7 +45,11 @@ class ClusterMachines:
         return self._nodes.handlers
 
     async def gather(self, url: str) -> None:
-        """Write RUN/orchestrator.json, by which the agents find the orchestrator, and wait until all nodes have joined."""
+        """Write RUN/orchestrator.json, by which the agents find the orchestrator, and wait until all nodes have joined.
+
+        Raises:
+            ProcessError: A node has not joined within slurm.join_timeout_s.
+        """
         write_atomically(self._folder.orchestrator_file, encode(OrchestratorPlace(self._attempt, socket.gethostname(), url)))
         await self._nodes.wait_until_joined(self._config.slurm.join_timeout_s)
 
@@ -49,13 +58,13 @@ class ClusterMachines:
         return fleet_of(self._config, self._start_server)
 
     def start_workers(self, environment: Mapping[str, str]) -> list[Process]:
-        """One on each rollout node."""
+        """Start one worker on each rollout node."""
         environment = {**environment, **self._of_role("rollouts")}
         commands = [worker_process(self._folder, environment, number) for number in range(self._config.slurm.rollouts.nodes)]
         return [self._nodes.start(self._nodes.node("rollouts", number), command) for number, command in enumerate(commands)]
 
     def start_trainer(self, environment: Mapping[str, str], resume: bool) -> list[Process]:
-        """layout.world_size ranks, equally many on each trainer node."""
+        """Start layout.world_size ranks, the same number on each trainer node."""
         per_node = ranks_per_node(self._config)
         commands = trainer_processes(self._config, self._folder, {**environment, **self._of_role("trainer")}, resume, per_node)
         nodes = [self._nodes.node("trainer", rank // per_node) for rank in range(len(commands))]
@@ -63,7 +72,7 @@ class ClusterMachines:
         return list(self._ranks)
 
     async def stop_trainer(self) -> None:
-        """End what is left of the ranks."""
+        """End all ranks that still run."""
         await self._nodes.stop(self._ranks, GRACE_S)
 
     async def stop(self) -> None:
@@ -71,7 +80,7 @@ class ClusterMachines:
         await self._nodes.end(GRACE_S)
 
     async def _start_server(self, slot: int, restarts: int) -> ServerProcess:
-        """On the node of its slot, with its share of the node's GPUs."""
+        """Start a server on the node of its slot, with its share of the node's GPUs."""
         num_nodes, tensor = self._config.slurm.rollouts.nodes, self._config.servers.tensor
         node = self._nodes.node("rollouts", slot % num_nodes)
         port = node.take_port()

@@ -16,25 +16,39 @@ from megatron_rl.precision import stored_format
 
 
 def convert_hf_to_megatron(source: Path, out: Path, resume: bool) -> None:
-    """Convert with a progress bar; see conversion.hf_to_megatron."""
+    """Convert with a progress bar; see conversion.hf_to_megatron.
+
+    Raises:
+        CheckpointError: As there.
+        FileAccessError: A file cannot be read or written.
+    """
     with accessing(out), _progress_bar(f"{source} -> {out}") as report:
         hf_to_megatron(source, out, resume=resume, report=report)
 
 
 def convert_megatron_to_hf(source: Path, out: Path, resume: bool, quantise: QuantisedAs | None) -> None:
-    """Convert with a progress bar; see conversion.megatron_to_hf."""
+    """Convert with a progress bar; see conversion.megatron_to_hf.
+
+    Raises:
+        CheckpointError: As there.
+        QuantisationError: As there.
+        FileAccessError: A file cannot be read or written.
+    """
     with accessing(out), _progress_bar(f"{source} -> {out}") as report:
         megatron_to_hf(source, out, quantise=quantise, resume=resume, report=report)
 
 
 def quantised_as(source: Path, layout: str, modules: list[str] | None, exclude: list[str] | None) -> QuantisedAs:
-    """In NVFP4, as the checkpoint's run trained it by its configuration; where there is none, by the defaults of [precision].
+    """NVFP4 as in the configuration of the checkpoint's run; by the defaults of [precision] where the checkpoint has no run.
 
     Args:
         source: The checkpoint, RUN/checkpoints/step_NNNNNN.
         layout: modelopt or compressed-tensors.
         modules: Instead of the configuration's; None: the configuration's.
-        exclude: Likewise.
+        exclude: Modules to leave unquantised; None: the configuration's.
+
+    Raises:
+        ConfigError: A value is not allowed.
     """
     run = RunFolder(source.resolve().parent.parent)
     section = run.config().precision if run.config_file.is_file() else Precision()
@@ -50,7 +64,7 @@ def quantised_as(source: Path, layout: str, modules: list[str] | None, exclude: 
 
 @contextmanager
 def _progress_bar(title: str) -> Iterator[Report]:
-    """Bytes and rate; where nobody looks, rich prints the last state alone."""
+    """Bytes and rate; where the output is no terminal, rich prints only the last state."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
         task = progress.add_task(title, total=None)

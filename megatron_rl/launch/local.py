@@ -1,4 +1,4 @@
-"""A run on this machine: everything is checked, then started, watched and stopped from one process."""
+"""A run on this machine: one process checks everything, then starts, watches and stops it."""
 
 import asyncio
 import json
@@ -25,14 +25,19 @@ from megatron_rl.tasks import load_task
 def run_locally(config: Config, folder: RunFolder, resume: bool) -> None:
     """Train until the last step, Ctrl-C, or a failure.
 
+    Args:
+        config: Of the run.
+        folder: Of the run.
+        resume: Continue from the latest checkpoint.
+
     Raises:
         UserError: The run could not be started.
-        RunError: It failed.
+        RunError: The run failed.
     """
     check_before_start(config)
     check_startable(folder, resume)
     with folder.claimed():
-        check_startable(folder, resume)  # once more: it may have been started just now
+        check_startable(folder, resume)  # once more: another process may just have started it
         changes = changes_on_resume(folder, config) if resume else []
         prepare_folder(config, folder)
         machines = ThisMachine(config, folder)
@@ -40,15 +45,19 @@ def run_locally(config: Config, folder: RunFolder, resume: bool) -> None:
 
 
 def stop_signals() -> list[int]:
-    """Ctrl-C, `megatron-rl stop`, and a closed terminal, unless nohup ignores that."""
+    """The signals of Ctrl-C, `megatron-rl stop`, and a closed terminal, unless nohup ignores that one."""
     ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if ends_with_terminal else [])]
 
 
 def prepare_folder(config: Config, folder: RunFolder) -> None:
-    """The run's folder with its model, its configuration and an empty spool, private to the user.
+    """Write the run's folder with its model, its configuration and an empty spool, private to the user.
 
-    The configuration is last: what cannot be prepared leaves a run as it was, and its name free where there was none.
+    The configuration is last: where the preparation fails, an existing run stays as it was, and a new one's name stays free.
+
+    Raises:
+        UserError: The model does not fit, or the folder cannot be written.
+        ProcessError: The check of the model was killed.
     """
     folder.make()
     with _config_file(config) as file:
@@ -59,7 +68,11 @@ def prepare_folder(config: Config, folder: RunFolder) -> None:
 
 
 def check_before_start(config: Config) -> None:
-    """Check before anything is started: the task, the reward function, the engine, the host and ports, W&B."""
+    """Check the task, the reward function, the engine, the host and ports, and W&B before anything starts.
+
+    Raises:
+        UserError: One of them cannot be used as configured.
+    """
     load_task(config.task, config.run.seed)
     engine_of(config)
     check_host(config.servers.host, "servers.host")
@@ -69,7 +82,19 @@ def check_before_start(config: Config) -> None:
 
 
 def prepare_model(config_file: Path, folder: RunFolder | None) -> dict[str, object]:
-    """Check the model and, with a run's folder, put it there; in its own process, since this one does not load torch."""
+    """Check the model and write it into the run's folder; in a separate process, since this one does not load torch.
+
+    Args:
+        config_file: The configuration of the run.
+        folder: Of the run; None: only check.
+
+    Returns:
+        What the model is and how the layout divides it.
+
+    Raises:
+        ConfigError: Model, layout and configuration do not fit one another.
+        ProcessError: The process was killed.
+    """
     argv = [sys.executable, "-m", "megatron_rl.launch.prepare", str(config_file), *([str(folder.path)] if folder else [])]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, preexec_fn=kill_with_parent())
     if done.returncode < 0:
@@ -85,7 +110,12 @@ def prepare_model(config_file: Path, folder: RunFolder | None) -> dict[str, obje
 
 
 def checked_model(config: Config) -> dict[str, object]:
-    """What the model is and how the layout divides it; nothing is written. Raises ConfigError when they do not fit."""
+    """What the model is and how the layout divides it; nothing is written.
+
+    Raises:
+        ConfigError: Model, layout and configuration do not fit one another.
+        ProcessError: The process of the check was killed.
+    """
     with _config_file(config) as file:
         return prepare_model(file, None)
 
@@ -99,7 +129,11 @@ def _config_file(config: Config) -> Iterator[Path]:
 
 
 def dry_run_text(config: Config) -> str:
-    """What a run would be: resolved configuration, model, layout, processes."""
+    """Resolved configuration, model, layout and processes of a run, as --dry-run prints them.
+
+    Raises:
+        UserError: The run could not be started.
+    """
     check_before_start(config)
     folder = run_folder(config)
     model = checked_model(config)

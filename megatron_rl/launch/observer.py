@@ -1,4 +1,4 @@
-"""What a run shows and writes while it is running, and its summary at the end."""
+"""What a run prints and records while it is running, and its summary at the end."""
 
 from collections.abc import Mapping, Sequence
 from typing import Self
@@ -10,11 +10,17 @@ from megatron_rl.metrics import Sinks, print_summary, write_summary
 from megatron_rl.wire.control import Progress
 
 STEPS_OF_EQUAL_REWARDS = 5
-"""After so many steps in a row in which no group had two different rewards an event says so: such steps change nothing."""
+"""Steps in a row without two different rewards in any group before an event reports it: such steps change nothing."""
 
 
 class RunObserver:
-    """The orchestrator's Observer over the sinks that the config names. Events also go to logs/events.log."""
+    """The orchestrator's Observer: writes to the sinks of the configuration, and events also to logs/events.log.
+
+    Args:
+        config: Of the run.
+        folder: Of the run.
+        console: Where it is printed; None: the terminal.
+    """
 
     def __init__(self, config: Config, folder: RunFolder, console: Console | None = None) -> None:
         self._folder, self._console = folder, console
@@ -25,7 +31,7 @@ class RunObserver:
         self._steps_of_equal_rewards = 0
 
     def batch(self, summary: Mapping[str, float], examples: Sequence[dict]) -> None:
-        """Keep them until the step is trained; say so when rewards have been equal for long."""
+        """Keep the batch's summary and examples until its step is trained; report rewards that have been equal for long."""
         self._summary, self._examples = summary, examples
         self._steps_of_equal_rewards = self._steps_of_equal_rewards + 1 if summary.get("equal_reward_share") == 1.0 else 0
         if self._steps_of_equal_rewards == STEPS_OF_EQUAL_REWARDS:
@@ -36,15 +42,15 @@ class RunObserver:
             )
 
     def step(self, step: int, metrics: Mapping[str, float], *, rollout_tokens_per_s: float, ledger: Mapping[str, float]) -> None:
-        """Write the step's metrics and rollouts."""
+        """Write the metrics and the example rollouts of a step."""
         in_ledger = {f"ledger/{name}": value for name, value in ledger.items()}
-        # Nothing has two meanings: the names of the two are distinct, except in a plan recorded by a former version.
+        # The names of metrics and summary are distinct, except in a plan recorded by an earlier version.
         of_batch = {name: value for name, value in self._summary.items() if name not in metrics}
         self._sinks.write(step, {**metrics, **of_batch, **in_ledger, "rollout_tokens_per_s": rollout_tokens_per_s})
         self._sinks.examples(step, self._examples)
 
     def progress(self, report: Progress) -> None:
-        """Show how far the supervised start has come, and write its metrics."""
+        """Show the progress of the supervised start, and write its metrics."""
         self._sinks.progress(report.phase, report.done, report.total, report.metrics)
         if report.metrics:
             self._sinks.write(report.done, report.metrics, "supervised")
@@ -56,7 +62,7 @@ class RunObserver:
         self._sinks.say(message)
 
     def summarise(self, last_words: str) -> None:
-        """summary.json and its table, which is nothing before the first step; then what the user may do next."""
+        """Write summary.json, print its table unless no step is done, then print what the user may do next."""
         summary = write_summary(self._folder.metrics_file, self._folder.summary_file)
         if summary["steps"]:
             print_summary(summary, self._console)

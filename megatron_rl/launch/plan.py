@@ -1,4 +1,4 @@
-"""`megatron-rl plan`: from a configuration and a number of accelerators to layouts, on the terminal and into the file."""
+"""`megatron-rl plan`: layouts for a configuration and a number of accelerators, on the terminal and in the file."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -38,7 +38,24 @@ class Request:
 def plan_and_print(
     file: Path, config: Config, work: Workload, request: Request, *, explain: str | None, write: bool, picture: Path | None
 ) -> bool:
-    """Whether there is a plan (with `explain`: whether the named layout fits)."""
+    """Search for plans, and print them.
+
+    Args:
+        file: The configuration file.
+        config: Its content.
+        work: The workload.
+        request: Accelerators, and the number of plans.
+        explain: Print this layout instead of a search.
+        write: Write the first plan into `file`.
+        picture: Draw the first plan into this file; None: do not.
+
+    Returns:
+        Whether there is a plan; with `explain`, whether the layout fits.
+
+    Raises:
+        ConfigError: The layout cannot be explained.
+        FileAccessError: `file` or `picture` cannot be written.
+    """
     console = wide_console()
     if picture is not None:
         check_format(picture)  # before the search
@@ -68,7 +85,19 @@ def plan_and_print(
 
 
 def measure_and_print(config: Config, out: Path | None) -> bool:
-    """Whether all layouts that the fit has not seen were predicted well. out: where the fitted machine goes."""
+    """Measure this machine's CPU, and print measured and predicted times.
+
+    Args:
+        config: Of the run.
+        out: The new file for the fitted machine; None: print it.
+
+    Returns:
+        Whether all layouts outside the fit were predicted well.
+
+    Raises:
+        ConfigError: `out` exists.
+        FileAccessError: `out` cannot be written.
+    """
     if out is not None and out.exists():
         raise ConfigError(f"--machines {out} exists already; --measure writes a new file")
     if out is not None:
@@ -109,8 +138,7 @@ def _explain(console: Console, counts: ParameterCounts, work: Workload, request:
         best = searched.plans[0].trainer
         console.print(
             f"\nfits; the planner's own choice on as many ranks: {best.candidate.describe()}, {best.seconds:.1f} s, "
-            "compared with "
-            f"{scored.seconds:.1f} s"
+            f"compared with {scored.seconds:.1f} s"
         )
     else:
         console.print("\nfits")
@@ -125,8 +153,8 @@ def _say_what_is_not_counted(console: Console, config: Config) -> None:
         console.print(
             "[yellow]not counted[/yellow]: layers for multi-token prediction (model.mtp = 'trained'), "
             f"{(with_mtp - without) / 1e9:.3g} billion parameters. Each costs as much as a last layer and the output layer "
-            "once more, on "
-            "the last stage: give that stage as many layers fewer (layout.last_stage_layers), and leave memory free\n"
+            "once more, on the last stage: give that stage as many layers fewer (layout.last_stage_layers), and leave memory "
+            "free\n"
         )
 
 
@@ -149,7 +177,12 @@ def _print_nearest_feasible(console: Console, counts: ParameterCounts, work: Wor
 
 
 def request_of(gpus: int | None, gpu_type: str, node: int, machines: Path | None, trainer_gpus: int | None, top: int) -> Request:
-    """ConfigError with everything that is out of range."""
+    """The options of the command line, checked.
+
+    Raises:
+        ConfigError: Lists everything that is out of range.
+        MachineError: The machine is not known.
+    """
     if gpus is None:
         raise ConfigError("--gpus is missing: the number of accelerators of trainer and servers together, for example --gpus 64")
     wrong = [f"--{name} {value}: 1 or more" for name, value in (("gpus", gpus), ("nodes-of", node), ("top", top)) if value < 1]
@@ -166,7 +199,7 @@ def request_of(gpus: int | None, gpu_type: str, node: int, machines: Path | None
 
 @dataclass(frozen=True)
 class Assumed:
-    """What the command line says of the workload; None: the configuration's, or a guess that is printed."""
+    """The workload's options on the command line; None: the configuration's value, or an assumption that is printed."""
 
     context: int | None
     mean_prompt: float | None
@@ -177,7 +210,11 @@ class Assumed:
 
 
 def work_of(config: Config, assumed: Assumed) -> Workload:
-    """ConfigError with everything that cannot be."""
+    """The workload by the configuration and the options.
+
+    Raises:
+        ConfigError: Lists every option that is not possible.
+    """
     wrong = []
     for name, value, known in (
         ("optimizer", assumed.optimizer, tuple(OPTIMIZERS)),

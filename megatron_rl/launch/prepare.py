@@ -1,4 +1,4 @@
-"""The model of a run, checked and put into the run's folder before anything is started; its own process, since it needs torch.
+"""Check the model of a run and place it in the run's folder before anything starts; its own process, since it needs torch.
 
 python -m megatron_rl.launch.prepare CONFIG_TOML RUN_FOLDER      writes RUN_FOLDER/model and prints what the model is, as JSON
 python -m megatron_rl.launch.prepare CONFIG_TOML                 only checks and prints
@@ -8,123 +8,30 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_rl.config import Config, ConfigError, RunFolder, load_config
-from megatron_rl.conversion import HfCheckpoint, make_random_model, open_checkpoint, table_of
-from megatron_rl.conversion.model_files import read_config, write_model_files
-from megatron_rl.conversion.outgoing import left_out
+from megatron_rl.config import Config, RunFolder, load_config
+from megatron_rl.conversion.run_model import checked_hf_config, describe_model, write_run_model
 from megatron_rl.errors import UserError
 from megatron_rl.launch.error_report import USER_ERROR, disk_fault
-from megatron_rl.precision import check_cuts, selection_of, stored_format
-from megatron_rl.records import write_model_contract
-from megatron_rl.tasks import TextEncoder
-from megatron_rl.topology import Layout
-from megatron_rl.weight_mapping import ParameterTable, Placement
-
-TOKENIZER_FILE = "tokenizer.json"
 
 
 def prepare(config: Config, run: RunFolder | None) -> dict[str, object]:
-    """Check the model against config and layout and, with a run's folder, put it there.
+    """Check the model against configuration and layout, then write it into the run's folder.
 
-    Raises UserError that says what does not fit.
+    Args:
+        config: Of the run.
+        run: Its folder; None: only check.
+
+    Returns:
+        What the model is and how the layout divides it, as plain values for a person.
+
+    Raises:
+        UserError: Model, layout and configuration do not fit one another.
     """
-    if config.model.path is None:
-        hf_config = dict(config.model.architecture or {})
-        if config.task.chat_template:
-            raise ConfigError(
-                "task.chat_template = true: a model from model.architecture has a character tokenizer without a chat "
-                "template; set it "
-                "to false"
-            )
-    else:
-        checkpoint = open_checkpoint(config.model.path)
-        hf_config = checkpoint.config
-        checkpoint.check(table_of(checkpoint))
-        if isinstance(checkpoint, HfCheckpoint) and "quantization_config" in read_config(checkpoint.folder):
-            raise ConfigError(
-                f"model.path = {config.model.path}: its weights are quantised, and the servers would be built for quantised "
-                "weights, but "
-                f"the trainer sends unquantised ones; `megatron-rl convert hf-to-megatron {config.model.path} NEW` makes an "
-                "unquantised folder"
-            )
-        if config.model.mtp == "trained" and not table_of(checkpoint).with_mtp:
-            raise ConfigError(
-                f"model.mtp = 'trained': {config.model.path} has no layer for multi-token prediction; remove model.mtp"
-            )
-        _check_tokenizer(config.model.path, config, int(hf_config["vocab_size"]))
-    described = describe(hf_config, config)
+    hf_config = checked_hf_config(config)
+    described = describe_model(hf_config, config)
     if run is not None:
-        _fill(run, config, hf_config)
+        write_run_model(run, config, hf_config)
     return described
-
-
-def _fill(run: RunFolder, config: Config, hf_config: dict) -> None:
-    """The model's folders and its contract. Also for a run that is resumed: one of an earlier version lacks the contract."""
-    write_model_contract(run.model_contract, ParameterTable(hf_config).architecture.contract)
-    if not run.model.exists():
-        if config.model.path is None:
-            make_random_model(run.model, hf_config, seed=config.run.seed)
-        else:
-            run.model.symlink_to(config.model.path.resolve(), target_is_directory=True)
-    if config.servers_have_nvfp4_layers:
-        table = ParameterTable(hf_config)
-        described = stored_format(config.precision).config(*left_out(table, selection_of(config.precision, table)))
-        run.nvfp4_model.mkdir(exist_ok=True)
-        write_model_files(run.nvfp4_model, read_config(run.model) | {"quantization_config": described}, run.model)
-
-
-def describe(hf_config: dict, config: Config) -> dict[str, object]:
-    """What the model is and how the layout cuts it, as plain values for a person; raises when it does not fit."""
-    layout: Layout = config.parallel_layout
-    padded = layout.padded_vocab_size(int(hf_config.get("vocab_size", 0)))
-    table = ParameterTable(hf_config, padded_vocab_size=padded, with_mtp=config.model.mtp == "trained")
-    model = table.architecture
-    if config.model.mtp == "trained" and not table.with_mtp:
-        raise ConfigError(
-            f"model.mtp = 'trained': this {model.model_type} has no layer for multi-token prediction; remove model.mtp"
-        )
-    placement = Placement(table, layout)
-    quantised = selection_of(config.precision, table).names
-    check_cuts(p for rank in range(layout.world_size) for p in placement.held_by(rank).values() if p.parameter.name in quantised)
-    if config.model.max_sequence_length > model.max_position_embeddings:
-        raise ConfigError(
-            f"model.max_sequence_length = {config.model.max_sequence_length} is above the model's max_position_embeddings = "
-            f"{model.max_position_embeddings}"
-        )
-    held = [sum(_elements(p.shape) for p in placement.held_by(rank).values()) for rank in range(layout.world_size)]
-    return {
-        "model_type": model.model_type,
-        "parameters": table.num_parameters,
-        "layers": model.num_layers,
-        "moe_layers": len(model.moe_layers),
-        "experts": model.moe.num_experts if model.moe else 0,
-        "experts_per_token": model.moe.top_k if model.moe else 0,
-        "vocab_size": model.vocab_size,
-        "mtp_layers": model.num_mtp_layers,
-        "parameters_per_rank_max": max(held),
-        "parameters_per_rank_min": min(held),
-    }
-
-
-def _check_tokenizer(folder: Path, config: Config, vocab_size: int) -> None:
-    """That prompts can be written and completions can end. Raises ConfigError and TaskError."""
-    if not (folder / TOKENIZER_FILE).exists():
-        raise ConfigError(f"model.path = {folder}: {TOKENIZER_FILE} is missing; save the tokenizer next to the weights")
-    text = TextEncoder(folder, config.task)
-    for what, least in (("the tokenizer's largest id", text.num_tokens), ("eos_token_id", max(text.eos_ids) + 1)):
-        if least > vocab_size:
-            raise ConfigError(
-                f"model.path = {folder}: {what} is {least - 1}, and the model has ids 0..{vocab_size - 1} (vocab_size): "
-                "tokenizer and "
-                "weights belong to different models"
-            )
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def main(arguments: list[str]) -> int:

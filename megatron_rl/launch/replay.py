@@ -1,58 +1,52 @@
-"""`megatron-rl replay`: rerun recorded steps of a run, and compare the results with what was recorded."""
+"""`megatron-rl replay`: rerun recorded steps of a run, and compare the results with the recorded ones."""
 
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_rl.config import Config, ConfigError, RunFolder, load_config, to_toml
+from megatron_rl.config import Config, RunFolder, load_config, to_toml
 from megatron_rl.launch.local import prepare_model
 from megatron_rl.orchestrator import replay_processes
 from megatron_rl.processes import Child, ProcessError, stop_all
 from megatron_rl.trainer.comparison import StepComparison
-from megatron_rl.trainer.recorded_run import recorded_steps, starting_steps
+from megatron_rl.trainer.recorded_run import num_steps_from
 from megatron_rl.wire.control import decode
 
 GRACE_S = 5.0
 
 
 def replay_run(run: RunFolder, overrides: Sequence[str], first: int, steps: int | None, show: Callable[[str], None]) -> bool:
-    """Train the recorded steps first, first + 1, ... (`steps` of them; None: all) again; whether all came out as recorded.
+    """Rerun recorded steps and compare each with its record.
 
     The run's folder gets a new folder under replays/, with configuration, logs and report, and is otherwise only read, so that
-    a run can be looked into while it is running. Raises ConfigError when the steps are not recorded, ProcessError when a rank
-    fails.
+    a run can be examined while it is running.
+
+    Args:
+        run: The folder of the run.
+        overrides: Words of the command line that change the run's configuration.
+        first: The first step.
+        steps: Their number; None: all recorded ones.
+        show: Called with each line for the user.
+
+    Returns:
+        Whether every step gave what was recorded.
+
+    Raises:
+        ConfigError: The steps are not recorded.
+        ProcessError: A rank failed.
     """
     config = load_config(run.config_file, ["--run.fingerprints", "true", *overrides])
-    recorded = recorded_steps(run)
-    count = _steps_from(run, recorded, first, steps)
+    count = num_steps_from(run, first, steps)
     scratch = _scratch(run, config, first)
     if overrides:
-        prepare_model(scratch.config_file, None)  # a layout that does not fit is refused here, in plain words
+        prepare_model(scratch.config_file, None)  # a layout that does not fit is refused here, with a message for the user
     show(f"steps {first}..{first + count - 1} of {run.path}, trainer ranks: {config.layout.world_size}; logs: {scratch.logs}")
     compared = []
     for comparison in _comparisons(config, run, scratch, first, count):
         show(comparison.text)
         compared.append(comparison)
     return all(comparison.equal for comparison in compared)
-
-
-def _steps_from(run: RunFolder, recorded: Sequence[int], first: int, steps: int | None) -> int:
-    known = starting_steps(run, recorded)
-    if first not in known:
-        raise ConfigError(
-            f"--from-step {first}: {run.path} can be rerun from {', '.join(map(str, known)) or 'no step'}: from the start, "
-            "and from "
-            "the kept checkpoints (checkpoint.every, checkpoint.keep) that a recorded step follows"
-        )
-    there = 1
-    while first + there in recorded:
-        there += 1
-    if steps is not None and not 1 <= steps <= there:
-        raise ConfigError(
-            f"--steps {steps}: from step {first} on there are {there} recorded steps in a row; ask for 1 to {there}"
-        )
-    return there if steps is None else steps
 
 
 def _scratch(run: RunFolder, config: Config, first: int) -> RunFolder:
@@ -64,15 +58,15 @@ def _scratch(run: RunFolder, config: Config, first: int) -> RunFolder:
 
 
 def _comparisons(config: Config, run: RunFolder, scratch: RunFolder, first: int, count: int) -> Iterator[StepComparison]:
-    """One a step, as they come. However this ends, no rank is left."""
+    """Yield one for each step, as they arrive. Stops all ranks however it ends."""
     children: list[Child] = []
     try:
         for command in replay_processes(config, run, scratch, first, count):
-            children.append(Child(command))  # noqa: PERF401 - one by one, so that those are stopped that were started
+            children.append(Child(command))  # noqa: PERF401 - one by one, so that those that were started are stopped
         lines = 0
         while True:
-            running = any(child.poll() is None for child in children)  # asked before the report is read, which is then complete
-            report = _whole_lines(scratch.path / "report.jsonl")
+            running = any(child.poll() is None for child in children)  # before the report is read, which is then complete
+            report = _complete_lines(scratch.path / "report.jsonl")
             yield from (decode(line, StepComparison) for line in report[lines:])
             lines = len(report)
             if failed := [child for child in children if child.poll()]:
@@ -84,5 +78,5 @@ def _comparisons(config: Config, run: RunFolder, scratch: RunFolder, first: int,
         stop_all(children, GRACE_S)
 
 
-def _whole_lines(file: Path) -> list[bytes]:
+def _complete_lines(file: Path) -> list[bytes]:
     return file.read_bytes().split(b"\n")[:-1] if file.exists() else []

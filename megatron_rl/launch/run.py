@@ -1,4 +1,4 @@
-"""A run from its start to its end, wherever its processes are; this one process starts, steers and stops them."""
+"""A run from its start to its end: one process starts, controls and stops the others, here or on other nodes."""
 
 import asyncio
 import os
@@ -17,12 +17,12 @@ from megatron_rl.processes import Process
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended that did not fail."""
+    """How a run that did not fail ended."""
 
     finished: bool
     """All steps are done; else it was stopped, and --resume continues it."""
     signal: int | None
-    """What stopped it."""
+    """The signal that stopped it; None: none did."""
 
 
 async def run(
@@ -34,7 +34,7 @@ async def run(
     stop_signals: Iterable[int],
     changes: Iterable[str] = (),
 ) -> RunEnd:
-    """Until the last step or one of the signals.
+    """Train until the last step or one of the signals.
 
     Args:
         config: Of the run.
@@ -86,11 +86,11 @@ def _next_commands(config: Config, folder: RunFolder, end: RunEnd, step: int) ->
 
 
 class _StopOnSignals:
-    """The first signal stops in order, with a checkpoint; the second one at once."""
+    """The first signal stops the run with a checkpoint; the second one at once."""
 
     def __init__(self, context: RunContext, processes: list[Process], signals: Iterable[int]) -> None:
         self.signal: int | None = None
-        """The first that came."""
+        """The first that arrived."""
         self._context, self._processes = context, processes
         for number in signals:
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number)

@@ -1,4 +1,4 @@
-"""`megatron-rl status`, `stop`, `servers` and `logs`: a run from outside, through the files in its folder."""
+"""`megatron-rl status`, `stop`, `servers` and `logs`: they reach a run through the files in its folder."""
 
 import os
 import signal
@@ -14,11 +14,15 @@ from megatron_rl.launch.status import WRITE_EVERY_S, RunStatus, read_status
 from megatron_rl.orchestrator import ServersRequest, ask
 
 SILENT_S = 10 * WRITE_EVERY_S
-"""An older status was left by an orchestrator that was killed, or hangs."""
+"""The orchestrator of an older status was killed, or hangs."""
 
 
 def status_text(folder: RunFolder) -> str:
-    """Where the run stands, for a person. Raises ConfigError where there is no run."""
+    """Progress and state of the run, for a person.
+
+    Raises:
+        ConfigError: There is no run in the folder, or its status cannot be read.
+    """
     job = job_of(folder)
     about_job = [_job_line(job)] if job else []
     if job and read_status(folder) is None:
@@ -36,7 +40,14 @@ def status_text(folder: RunFolder) -> str:
 
 
 def stop_run(folder: RunFolder) -> str:
-    """Have the run finish its step, save and exit; returns what was done. Raises ConfigError where it cannot be reached."""
+    """Have the run finish its step, save and exit.
+
+    Returns:
+        What was done, for a person.
+
+    Raises:
+        ConfigError: There is no run in the folder, or it cannot be reached from here.
+    """
     if job := job_of(folder):
         return _stop_job(folder, job)
     status = _status(folder)
@@ -56,11 +67,14 @@ def _stopping(folder: RunFolder) -> str:
 
 
 def change_servers(folder: RunFolder, request: ServersRequest) -> str:
-    """Add or remove servers of a running run; returns what was done.
+    """Add or remove servers of a running run.
+
+    Returns:
+        What was done, for a person.
 
     Raises:
-        ConfigError: It is not running.
-        RequestError: It refuses.
+        ConfigError: The run is not running.
+        RequestError: The run refuses.
     """
     status = _status(folder)
     if not status.running:
@@ -88,7 +102,17 @@ def _stop_job(folder: RunFolder, job: Job) -> str:
 
 
 def show_logs(folder: RunFolder, name: str | None, follow: bool, show: Callable[[str], None]) -> None:
-    """The log `name` (None: events), as it grows if `follow`. Raises ConfigError that lists the logs where none has that name."""
+    """Show a log of a run.
+
+    Args:
+        folder: Of the run.
+        name: Of the log; None: events.
+        follow: Continue as the log grows, until Ctrl-C.
+        show: Called with the text.
+
+    Raises:
+        ConfigError: The folder has no run or no such log; the message lists the logs.
+    """
     if not folder.config_file.exists() and not folder.logs.is_dir():
         raise ConfigError(f"{folder.path} holds no run: name the folder of one, such as runs/NAME")
     file = folder.logs / f"{name or 'events'}.log"
@@ -120,7 +144,7 @@ def _state(status: RunStatus) -> str:
 
 
 def _is_a_run(pid: int) -> bool:
-    """Whether the process is one of this program, and not another one that got its number later."""
+    """Whether the process is of this program, and not a later one with the same number."""
     try:
         return b"megatron" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

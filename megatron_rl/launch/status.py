@@ -1,6 +1,6 @@
-"""RUN/status.json: where a run stands, for whoever cannot reach the orchestrator itself, such as a login node.
+"""RUN/status.json: progress and state of a run, for machines that cannot reach the orchestrator, such as a login node.
 
-The orchestrator rewrites it every few seconds; it is stale when the run was killed. Times in it are the orchestrator's clock.
+The orchestrator rewrites it every few seconds; it is stale when the run was killed. Its times are by the orchestrator's clock.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class RunStatus:
 
 
 def write_status(orchestrator: Orchestrator, folder: RunFolder, *, running: bool) -> None:
-    """Replace the file."""
+    """Replace RUN/status.json."""
     now, context = orchestrator.status(), orchestrator.context
     status = RunStatus(
         host=socket.gethostname(),
@@ -60,7 +60,11 @@ def write_status(orchestrator: Orchestrator, folder: RunFolder, *, running: bool
 
 
 def read_status(folder: RunFolder) -> RunStatus | None:
-    """None before the first start. Raises ConfigError for a file that cannot be read."""
+    """Read RUN/status.json; None before the run's first start.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
     if not folder.status_file.exists():
         return None
     try:
@@ -73,11 +77,11 @@ def read_status(folder: RunFolder) -> RunStatus | None:
 
 @contextlib.asynccontextmanager
 async def keeping_status(orchestrator: Orchestrator, folder: RunFolder) -> AsyncIterator[None]:
-    """The file is current while the block runs, and says at its end that the run has exited."""
+    """Keep RUN/status.json current inside the block, and record at its end that the run has exited."""
 
     async def keep() -> None:
         while True:
-            with contextlib.suppress(OSError):  # whoever needs the disk reports that it is full
+            with contextlib.suppress(OSError):  # other writers report that the disk is full
                 write_status(orchestrator, folder, running=True)
             await asyncio.sleep(WRITE_EVERY_S)
 

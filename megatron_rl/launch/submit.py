@@ -1,4 +1,4 @@
-"""`megatron-rl launch`: a configuration to a batch script, and the script to Slurm."""
+"""`megatron-rl launch`: make a batch script of a configuration, and submit it to Slurm."""
 
 import itertools
 import json
@@ -39,18 +39,31 @@ LOCAL_FILESYSTEMS = {"btrfs", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs"
 
 @dataclass(frozen=True)
 class Submission:
-    """One job. folder: of its run. changes: in the configuration of a run that is resumed."""
+    """One job."""
 
     config: Config
     folder: RunFolder
+    """Of the job's run."""
     script: str
     changes: tuple[str, ...] = ()
+    """In the configuration of a run that is resumed, one line each."""
 
 
 def submissions(
     path: Path, overrides: Sequence[str], sweeps: Sequence[str], profile: Path | None, resume: bool
 ) -> list[Submission]:
-    """The jobs of a command line, one for each point of the sweep, all of them checked. Raises ConfigError."""
+    """The jobs of a command line, one for each point of the sweep, all of them checked.
+
+    Args:
+        path: The configuration file.
+        overrides: Words of the command line that change it.
+        sweeps: 'section.key=[value, value]', each an axis of the sweep.
+        profile: A site's file with a [slurm] section.
+        resume: Whether the runs continue from their latest checkpoints.
+
+    Raises:
+        ConfigError: A job cannot run as configured.
+    """
     found = []
     for words, suffix in points(sweeps):
         config = load_for_cluster(path, [*overrides, *words], profile)
@@ -76,9 +89,10 @@ def warning_about(folder: RunFolder) -> str | None:
 
 
 def submit(job: Submission) -> str:
-    """Write the run's folder, hand the script to Slurm; returns the number of the job.
+    """Write the run's folder, submit the script to Slurm, and return the number of the job.
 
-    Raises ConfigError with what sbatch says.
+    Raises:
+        ConfigError: sbatch is missing or refuses, or the run's earlier job has not ended.
     """
     if shutil.which("sbatch") is None:
         raise ConfigError("sbatch is not in PATH: launch from a login node of the cluster; --dry-run prints the script anywhere")
@@ -94,7 +108,11 @@ def submit(job: Submission) -> str:
 
 
 def load_for_cluster(path: Path, words: Sequence[str], profile: Path | None) -> Config:
-    """The login node has other devices than the nodes: 'auto' means what [slurm] asks for."""
+    """Load a configuration for the job's nodes. They have other devices than the login node: 'auto' is what [slurm] requests.
+
+    Raises:
+        ConfigError: The configuration is not valid.
+    """
     tree = read_tree(path, words, profile)
     if _value_at(tree, "run", "device") in (None, "auto"):
         gpus = _value_at(tree, "slurm", "trainer", "gpus_per_node")
@@ -103,9 +121,12 @@ def load_for_cluster(path: Path, words: Sequence[str], profile: Path | None) -> 
 
 
 def points(sweeps: Sequence[str]) -> Iterator[tuple[list[str], str]]:
-    """['a.b=[1, 2]', 'c.d=[3]'] to the overrides and the name of every combination.
+    """Overrides and name of every combination.
 
-    ['--a.b=1', '--c.d=3'], 'b-1-d-3', and so on.
+    From 'a.b=[1, 2]' and 'c.d=[3]': ['--a.b=1', '--c.d=3'] with 'b-1-d-3', and so on.
+
+    Raises:
+        ConfigError: An axis is not written as section.key=[value, value].
     """
     axes = [_axis(sweep) for sweep in sweeps]
     for combination in itertools.product(*axes):
@@ -114,14 +135,18 @@ def points(sweeps: Sequence[str]) -> Iterator[tuple[list[str], str]]:
 
 
 def check_job(config: Config) -> None:
-    """That layout and servers fit the nodes. Raises ConfigError that lists what does not."""
+    """Check that layout and servers fit the nodes.
+
+    Raises:
+        ConfigError: Lists what does not fit.
+    """
     broken = [message for message in (_ranks_fit(config), *_servers_fit(config), _devices_agree(config)) if message]
     if broken:
         raise ConfigError("the job is impossible:\n" + "\n".join(f"  {message}" for message in broken))
 
 
 def batch_script(config: Config, folder: RunFolder) -> str:
-    """The text that sbatch gets."""
+    """The batch script for sbatch."""
     slurm = config.slurm
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False, keep_trailing_newline=True)
     template = environment.from_string(TEMPLATE.read_text())
@@ -141,14 +166,14 @@ def batch_script(config: Config, folder: RunFolder) -> str:
 
 
 def _value_at(tree: Any, *keys: str) -> Any:
-    """None where there is nothing, or not what the configuration allows, which its check will say."""
+    """The value at these keys; None where there is none, or where the tree is not valid, which its check will report."""
     for key in keys:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
 
 
 def _shared_options(config: Config, folder: RunFolder) -> list[str]:
-    """Of the whole job; sbatch takes them in front of the first component, and reads quotes as a shell does."""
+    """Options of the job; sbatch takes them from before the first component, and reads quotes as a shell does."""
     slurm = config.slurm
     return [
         f"--job-name={config.run.name}",
@@ -229,7 +254,7 @@ def _devices_agree(config: Config) -> str | None:
 
 
 def _filesystem_of(path: Path) -> str:
-    """As /proc/self/mounts names it, for a path that need not be there yet."""
+    """The type of a path's filesystem in /proc/self/mounts; the path need not exist yet."""
     mounts = {
         fields[1]: fields[2] for line in Path("/proc/self/mounts").read_text().splitlines() if len(fields := line.split()) > 2
     }

@@ -1,16 +1,16 @@
-"""Finished groups on their way to the trainer, and the rule that bounds how old they can be: pure state, no clock, no tasks.
+"""Finished groups on their way to the trainer, and the rule that bounds their age: pure state, no clock, no tasks.
 
 A group's age is counted at consumption: step s is trained from policy version s, so a group whose oldest token was sampled
 by version v is s - v versions old there, and v + max_staleness is the last step that may consume it: its deadline.
 
-Two decisions keep every group within its deadline, so that none has to be thrown away for being slow (which would favour short
+Two decisions keep every group within its deadline, so that none has to be discarded for being slow (which would favour short
 answers):
 
 - admission: a group begins only if the steps up to its deadline have room for it after all older groups;
-- choice: a step takes the oldest finished groups, and waits for slower ones where younger groups in their place would leave
-  more old groups behind than the steps before their deadline can take.
+- choice: a step takes the oldest finished groups, and waits for slower ones where taking younger groups instead would leave
+  more old groups than the steps before their deadline can take.
 
-What is too old all the same (a server that lagged, a resumed run with another bound) is evicted and sampled again.
+A group that is too old nevertheless (a server that lagged, a resumed run with another bound) is evicted and sampled again.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,11 +22,17 @@ from megatron_rl.records import GroupResult, RolloutSummary
 
 
 class RolloutBufferError(RunError, ValueError):
-    """A group begun, finished or taken twice, or a batch beyond the staleness bound: a fault of the caller's bookkeeping."""
+    """A group begun, finished or taken twice, or a batch beyond the staleness bound: an error in the caller's bookkeeping."""
 
 
 class GroupBuffer:
-    """Groups in flight and finished, by prompt index; `next_step` is the step that the next batch is for."""
+    """Groups in flight and finished, by prompt index.
+
+    Args:
+        prompts_per_step: Groups in the batch of a step.
+        max_staleness: The largest age of a group when it is trained, in policy versions.
+        next_step: The step that the next batch is for.
+    """
 
     def __init__(self, *, prompts_per_step: int, max_staleness: int, next_step: int = 0) -> None:
         self.prompts_per_step = prompts_per_step
@@ -46,9 +52,11 @@ class GroupBuffer:
         return len(self._finished)
 
     def admissible(self, version: int, concurrent_groups: int = 0) -> int:
-        """How many groups may begin now, when the servers hold `version`.
+        """How many groups may begin now.
 
-        concurrent_groups: most groups in flight; 0: no limit besides the staleness bound.
+        Args:
+            version: The policy version that the servers hold.
+            concurrent_groups: The largest number of groups in flight; 0: only the staleness bound limits them.
         """
         steps_left = version + self.max_staleness - self.next_step + 1
         room = steps_left * self.prompts_per_step - self.num_in_flight - self.num_finished
@@ -57,7 +65,11 @@ class GroupBuffer:
         return max(0, room)
 
     def begin(self, prompt_index: int, version: int) -> None:
-        """A worker samples this prompt, on a server that holds `version`."""
+        """Record that a worker samples this prompt, on a server that holds `version`.
+
+        Raises:
+            RolloutBufferError: Its group is in flight or buffered already.
+        """
         if prompt_index in self._in_flight or prompt_index in self._finished:
             raise RolloutBufferError(
                 f"prompt {prompt_index} was begun a second time while its group is still in flight or buffered"
@@ -70,27 +82,35 @@ class GroupBuffer:
             raise RolloutBufferError(f"prompt {prompt_index} is not in flight, so it cannot be abandoned")
 
     def finish(self, result: GroupResult) -> None:
-        """The group in flight is complete. Groups with all rewards equal are kept too: they count in the loss's denominator."""
+        """Buffer a complete group. Groups with all rewards equal are kept too: they count in the loss's denominator.
+
+        Raises:
+            RolloutBufferError: The group is not in flight, or has no rollouts.
+        """
         if not result.rollouts:
             raise RolloutBufferError(f"group {result.uid} has no rollouts: a failed group is abandoned, not finished")
         self.abandon(result.prompt_index)
         self._finished[result.prompt_index] = result
 
     def evict_stale(self) -> list[GroupResult]:
-        """Take out the finished groups that `next_step` may no longer consume; the caller has their prompts sampled again."""
+        """Remove and return finished groups that `next_step` may no longer consume; the caller has them sampled again."""
         return self.take_out(lambda group: self._deadline(oldest_version(group)) < self.next_step)
 
     def take_out(self, is_bad: Callable[[GroupResult], bool]) -> list[GroupResult]:
-        """Take out finished groups that may not be trained; the caller has their prompts sampled again."""
+        """Remove and return finished groups that may not be trained; the caller has their prompts sampled again."""
         bad = [group for group in self._in_order() if is_bad(group)]
         for group in bad:
             del self._finished[group.prompt_index]
         return bad
 
     def take_batch(self) -> tuple[GroupResult, ...] | None:
-        """The groups of `next_step`, oldest first (version, then prompt order); None: ask again when another group has ended.
+        """Remove and return the groups of `next_step`.
 
-        Raises RolloutBufferError if the batch were beyond the staleness bound (evict_stale() comes first).
+        Returns:
+            The groups, oldest first (version, then prompt order). None: ask again when another group has ended.
+
+        Raises:
+            RolloutBufferError: The batch is beyond the staleness bound; call evict_stale() first.
         """
         chosen = self._in_order()[: self.prompts_per_step]
         if len(chosen) < self.prompts_per_step or self._should_wait(chosen):
@@ -106,7 +126,15 @@ class GroupBuffer:
         return tuple(chosen)
 
     def adopt(self, prompt_indices: Iterable[int], step: int) -> None:
-        """The batch of `step` is there already: of a plan that was written after this state was saved."""
+        """Take over the batch of a plan that was written after this state was saved.
+
+        Args:
+            prompt_indices: The prompts of the plan.
+            step: Of the plan.
+
+        Raises:
+            RolloutBufferError: It is not the next step.
+        """
         if step != self.next_step:
             raise RolloutBufferError(f"the batch of step {step} cannot be adopted: the next step is {self.next_step}")
         for index in prompt_indices:
@@ -114,9 +142,9 @@ class GroupBuffer:
         self.next_step += 1
 
     def to_json(self) -> dict[str, Any]:
-        """The finished groups and the step.
+        """The finished groups and the step, as plain JSON values.
 
-        Groups in flight do not outlive the process; the ledger has their prompts sampled again.
+        Groups in flight end with the process; the ledger has their prompts sampled again.
         """
         return {"next_step": self.next_step, "finished": [asdict(group) for group in self._in_order()]}
 
@@ -135,7 +163,7 @@ class GroupBuffer:
         return version + self.max_staleness
 
     def _should_wait(self, chosen: list[GroupResult]) -> bool:
-        """Whether the step should wait for a group in flight, which could take the place of a younger one in `chosen`.
+        """Whether the step should wait for a group in flight, which could replace a younger one in `chosen`.
 
         It should where taking `chosen` now would leave more groups with a deadline up to some d than the steps in between can
         take.

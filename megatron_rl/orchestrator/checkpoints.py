@@ -1,10 +1,10 @@
-"""RUN/checkpoints/step_000020: one consistent cut of a run, which is read only when it is complete.
+"""RUN/checkpoints/step_000020: one consistent state of a run, read only if it is complete.
 
     engine/               the trainer's part, in Megatron's distributed format
     orchestrator.json     ledger and buffer; the size of every file of the trainer's part; a checksum of all this
 
-A folder gets its name by a rename when all of it is there, so that a killed save leaves none. What a disk, a copy or a full
-filesystem did to it later shows here, before any process is started from it.
+A folder gets its name by a rename once it is complete, so that a killed save leaves none. Damage by a disk, a copy or a full
+filesystem is found here, before any process starts from it.
 """
 
 import json
@@ -28,7 +28,14 @@ class BrokenCheckpointError(RunError, RuntimeError):
 
 
 def seal_checkpoint(staging: Path, final: Path, step: int, state: RunState) -> None:
-    """Put the orchestrator's part next to the trainer's in `staging`, and give the folder its name."""
+    """Write the orchestrator's part next to the trainer's, and give the folder its final name.
+
+    Args:
+        staging: The folder with the trainer's part.
+        final: Its final name; a folder of this name is replaced.
+        step: Steps done.
+        state: The orchestrator's state after them.
+    """
     content = {"step": step, "files": _sizes(staging), **state.to_json()}
     write_atomically(staging / _OWN, json.dumps({**content, "checksum": _checksum(content)}).encode())
     if final.exists():
@@ -37,7 +44,11 @@ def seal_checkpoint(staging: Path, final: Path, step: int, state: RunState) -> N
 
 
 def read_checkpoint(folder: Path, config: Config) -> RunState:
-    """The orchestrator's state, once the whole folder is found complete. Raises BrokenCheckpointError."""
+    """Read the orchestrator's state, and check that the folder is complete.
+
+    Raises:
+        BrokenCheckpointError: A file is missing, or differs from what was written.
+    """
     file = folder / _OWN
     try:
         content = json.loads(file.read_bytes())
@@ -62,10 +73,17 @@ def read_checkpoint(folder: Path, config: Config) -> RunState:
 
 
 def restore(config: Config, folder: RunFolder, say: Callable[[str], None]) -> tuple[RunState, int]:
-    """State and step of the latest complete checkpoint; a new state where there is none.
+    """Read the latest complete checkpoint.
 
-    A broken one is renamed and reported. Nothing is lost by going further back: the steps in between are done
-    again from their recorded plans.
+    A broken one is renamed and reported. An earlier one loses nothing: the steps in between are rerun from their recorded plans.
+
+    Args:
+        config: Of the run.
+        folder: Of the run.
+        say: Called with a line about each broken checkpoint.
+
+    Returns:
+        The state and the number of steps done; a new state and 0 where there is no checkpoint.
     """
     for step, path in reversed(folder.complete_checkpoints()):
         try:
@@ -79,7 +97,7 @@ def restore(config: Config, folder: RunFolder, say: Callable[[str], None]) -> tu
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Of the trainer's part: path relative to the folder, to bytes."""
+    """Path relative to the folder to size in bytes, of the trainer's part."""
     files = (Path(parent) / name for parent, _, names in os.walk(folder) for name in names)
     return {str(file.relative_to(folder)): file.stat().st_size for file in files if file.name != _OWN}
 

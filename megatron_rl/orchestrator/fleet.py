@@ -1,14 +1,14 @@
-"""The inference servers of a run: started, health-checked, restarted within a budget; here is decided which of them get groups.
+"""The inference servers of a run: start, health checks, restarts within a budget, and which of them get groups.
 
     starting ──healthy──▶ up ──synced(version)──▶ ready ──▶ ... ──▶ dead ──restart──▶ starting
                            │                        │ ▲                 └──budget spent──▶ given_up
                            └──────── suspect ◀──────┘ │  (a failed check or a failed group; no new work until one succeeds)
                                         └─────────────┘
-    add() makes a new slot, or takes the one of a server that was removed; remove() ends a server from any state: removed
+    add() makes a new slot, or reuses that of a removed server; remove() ends a server from any state: removed
 
-One coroutine for each server does all of its transitions; everybody else reads `servers` and the event queue. A server that is
-`up` answers, but which weights it holds is unknown until the trainer has verified them: `synced` makes it ready. How a process is
-started and what a health check is are given from outside, so this file knows neither processes nor the engine.
+One coroutine for each server does all of its transitions; all others read `servers` and the event queue. A server that is
+`up` answers, but which weights it holds is unknown until the trainer has verified them: `synced` makes it ready. The caller
+passes in how a process is started and what a health check is, so this file depends neither on processes nor on the engine.
 
 Shutdown: cancel `run()`; it stops every server that it started, then returns.
 """
@@ -27,8 +27,8 @@ from megatron_rl.inference.errors import ServerError
 from megatron_rl.processes import PortError, ProcessError
 
 MAX_CHECKS_PER_S = 64.0
-"""Of all servers together: a check costs the orchestrator a millisecond, and what fails in between shows in its groups at
-once."""
+"""Of all servers together: a check costs the orchestrator a millisecond, and a failure between two checks shows in the server's
+groups at once."""
 
 _REMOVED = "removed from the fleet"
 
@@ -49,7 +49,7 @@ class ServerHandle(Protocol):
         """Exit code, or None while it runs."""
 
     async def stop(self) -> None:
-        """End it and all of its children; returns when they are gone."""
+        """End it and all of its children; return when they have exited."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class FleetLimits:
     max_failed_groups: int = 4
     """Groups in a row that ended with a server failure, although the health check passes (an engine that hangs)."""
     max_restarts: int = 3
-    """Of one server over the whole run."""
+    """Of one server over the run."""
     restart_delay_s: float = 1.0
 
 
@@ -73,7 +73,7 @@ class FleetLimits:
 class FleetEvent:
     """joined: the server answers and has to be synced.
 
-    left: it is gone, its requests with it. given_up, removed: it does not come back.
+    left: it has exited, and its requests are lost. given_up, removed: it does not come back.
     """
 
     kind: EventKind
@@ -84,7 +84,7 @@ class FleetEvent:
 
 @dataclass
 class Server:
-    """One slot of the fleet; the process behind it changes with each restart."""
+    """One slot of the fleet; each restart gives it a new process."""
 
     slot: int
     state: State = "starting"
@@ -95,7 +95,7 @@ class Server:
     failed_checks: int = 0
     failed_groups: int = 0
     quarantined: str = ""
-    """Why it has to be stopped; '' where it has not."""
+    """Why it has to be stopped; '': it does not have to be."""
     unwanted: bool = False
     """It has been removed, and is not started again."""
 
@@ -112,15 +112,19 @@ def host_of(url: str) -> str:
 
 
 class FleetError(UserError, ValueError):
-    """A server that cannot be added or removed."""
+    """A server that cannot be removed."""
 
 
 class Fleet:
     """`await fleet.run()` keeps `count` servers alive; events arrive in `fleet.events`.
 
-    start: starts the server of a slot and returns its handle (it need not answer yet); raises OSError, ProcessError or PortError.
-    check: returns if the server at a URL is healthy, raises ServerError or an httpx.HTTPError otherwise; it is cut off
-        after check_timeout_s.
+    Args:
+        count: Number of servers at the start.
+        start: Starts the server of a slot and returns its handle (the server need not answer yet); raises OSError, ProcessError
+            or PortError.
+        check: Returns if the server at a URL is healthy, raises ServerError or an httpx.HTTPError otherwise; cancelled after
+            check_timeout_s.
+        limits: When a server counts as failed, and how often it is restarted.
     """
 
     def __init__(
@@ -154,24 +158,24 @@ class Fleet:
         ]
 
     def synced(self, url: str, version: int) -> None:
-        """The trainer has verified that the server holds `version`."""
+        """Record that the trainer has verified that the server holds `version`."""
         if server := self._at(url):
             server.version = version
             if server.state == "up":
                 server.state = "ready"
 
     def quarantine(self, url: str, reason: str) -> None:
-        """The server holds unknown weights or is otherwise unfit: it gets no more groups, and is stopped and restarted."""
+        """Give the server no more groups, stop it and restart it: its weights are unknown, or it is unfit in another way."""
         if server := self._at(url):
             server.state, server.quarantined = "suspect", reason
             self._nudge[server.slot].set()
 
     def is_quarantined(self, url: str) -> bool:
-        """Whether what it still answers is discarded."""
+        """Whether its answers are discarded from now on."""
         return any(server.url == url and server.quarantined for server in self.servers)
 
     def group_failed(self, url: str, reason: str) -> None:
-        """A group ended with a server failure: suspect until its health check passes, quarantined after several in a row."""
+        """Record a server failure: the server is suspect until its health check passes, quarantined after several in a row."""
         if not (server := self._at(url)):
             return
         server.failed_groups += 1
@@ -183,12 +187,12 @@ class Fleet:
         self._nudge[server.slot].set()
 
     def group_succeeded(self, url: str) -> None:
-        """A group ended well: the count of failures in a row begins again."""
+        """Record a group without a server failure: the count of failures in a row is reset."""
         if server := self._at(url):
             server.failed_groups = 0
 
     def add(self) -> int:
-        """One more server, while the fleet runs; returns its slot. It gets groups once it has been synced, like any other."""
+        """Start one more server while the fleet runs, and return its slot. It gets groups once it is synced, like any other."""
         slot = next((s.slot for s in self.servers if s.state == "removed"), len(self.servers))
         if slot == len(self.servers):
             self.servers.append(Server(slot))
@@ -200,7 +204,7 @@ class Fleet:
         return slot
 
     def remove(self, slot: int) -> None:
-        """Stop a server for good, at once; other servers take its requests.
+        """Stop a server at once and for good; other servers sample its groups again.
 
         Raises:
             FleetError: There is no such server, or it is the last one.
@@ -218,18 +222,18 @@ class Fleet:
             self.quarantine(server.url, _REMOVED)
 
     async def run(self) -> None:
-        """Until cancelled, or until every server is gone."""
+        """Run until cancelled, or until no server is left."""
         async with asyncio.TaskGroup() as keepers:
             self._keepers = keepers
             for server in self.servers:
                 keepers.create_task(self._keep(server), name=f"server-{server.slot}")
 
     def _at(self, url: str) -> Server | None:
-        """The live server at this URL; None when it has left meanwhile."""
+        """The live server at this URL; None when it has left."""
         return next((s for s in self.servers if s.url == url and s.state in ("up", "ready", "suspect")), None)
 
     async def _keep(self, server: Server) -> None:
-        """One server through all of its restarts."""
+        """Keep one server running through its restarts."""
         while True:
             reason = await self._run_once(server)
             if server.unwanted:
@@ -246,7 +250,7 @@ class Fleet:
         self._tell("removed", server, _REMOVED)
 
     async def _run_once(self, server: Server) -> str:
-        """Start, watch, stop; returns why the server has ended."""
+        """Start, watch, stop; return why the server has ended."""
         server.state, server.version, server.url = "starting", None, ""
         server.failed_checks, server.failed_groups, server.quarantined = 0, 0, ""
         try:
@@ -260,13 +264,13 @@ class Fleet:
         try:
             reason = await self._until_healthy(server, handle) or await self._until_dead(server, handle)
         finally:
-            server.state = "dead"  # before the stop, which takes a while: it gets no more groups
+            server.state = "dead"  # before the stop, which takes a while, so that it gets no more groups
             await asyncio.shield(handle.stop())
         self._tell("left", server, reason)
         return reason
 
     async def _until_healthy(self, server: Server, handle: ServerHandle) -> str | None:
-        """None once the server answers; else why it did not."""
+        """Return None once the server answers, else why it did not."""
         try:
             async with asyncio.timeout(self._limits.start_timeout_s):
                 while (code := handle.poll()) is None:
@@ -311,7 +315,7 @@ class Fleet:
         nudge.clear()
 
     async def _fault(self, url: str) -> str | None:
-        """What is wrong by one health check; None: healthy."""
+        """What one health check finds wrong; None: healthy."""
         try:
             async with asyncio.timeout(self._limits.check_timeout_s):
                 await self._check(url)

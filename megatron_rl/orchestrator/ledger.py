@@ -1,4 +1,4 @@
-"""The sample ledger: every prompt that is drawn ends in exactly one state, so that nothing is lost or counted twice.
+"""The sample ledger: every drawn prompt ends in exactly one state, so that nothing is lost or counted twice.
 
     draw ──▶ sampling ──finish──▶ buffered ──plan──▶ planned ──trained──▶ trained at step s
       ▲         │                    │
@@ -31,7 +31,7 @@ _OPEN = -1  # outcomes: >= 0 the step that trained it, -1 open, -2 - r dropped f
 
 
 class LedgerError(RunError, ValueError):
-    """A transition that the ledger does not know: it would lose a prompt or count it twice."""
+    """A transition that the ledger does not allow: it would lose a prompt or count it twice."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,11 @@ class LengthHistogram:
 
 
 class Ledger:
-    """max_attempts: attempts at one prompt that may end in its own fault before it is dropped."""
+    """The state of every prompt of a run.
+
+    Args:
+        max_attempts: Attempts at one prompt that may fail by the prompt's own fault before it is dropped.
+    """
 
     def __init__(self, *, max_attempts: int) -> None:
         self.max_attempts = max_attempts
@@ -86,9 +90,9 @@ class Ledger:
         """Prompts drawn so far; also the data cursor, the index of the next new prompt."""
         self.trained_prompts = 0
         self.dropped: Counter[str] = Counter()
-        """Prompts given up, by reason."""
+        """Dropped prompts by reason."""
         self.discarded: Counter[str] = Counter()
-        """Attempts without a result, by reason; those of dropped prompts too."""
+        """Attempts without a result by reason, those of dropped prompts included."""
         self.kept_lengths = LengthHistogram()
         self.discarded_lengths = LengthHistogram()
         self._outcomes = np.empty(1024, dtype=np.int32)
@@ -102,7 +106,7 @@ class Ledger:
         return len(self._open)
 
     def draw(self) -> Draw:
-        """The prompt to sample next: one that waits for another attempt, lowest index first, else a new one."""
+        """Return the prompt to sample next: the lowest index that waits for another attempt, else a new prompt."""
         if self._waiting:
             index = heapq.heappop(self._waiting)
             entry = self._open[index]
@@ -120,14 +124,31 @@ class Ledger:
         return Draw(index, 0)
 
     def finish(self, prompt_index: int, lengths: Sequence[int]) -> None:
-        """Its group is complete and buffered. lengths: completion tokens of each rollout."""
+        """Record that the prompt's group is complete and buffered.
+
+        Args:
+            prompt_index: The prompt.
+            lengths: Completion tokens of each rollout.
+
+        Raises:
+            LedgerError: The prompt is not being sampled.
+        """
         entry = self._entry(prompt_index, "finish", "sampling")
         entry.stage, entry.lengths = "buffered", list(lengths)
 
     def discard(self, prompt_index: int, reason: str, lengths: Sequence[int] = ()) -> bool:
-        """The attempt gave no result. Returns whether the prompt is sampled again; if not, it is dropped for this reason.
+        """Record that the attempt gave no result.
 
-        lengths: completion tokens of the rollouts that are thrown away, where the group was not finished.
+        Args:
+            prompt_index: The prompt.
+            reason: Why; RETRYABLE and TERMINAL name the special ones.
+            lengths: Completion tokens of the discarded rollouts, where the group was not finished.
+
+        Returns:
+            Whether the prompt is sampled again; if not, it is dropped for this reason.
+
+        Raises:
+            LedgerError: The prompt is neither being sampled nor buffered.
         """
         entry = self._entry(prompt_index, "discard", "sampling", "buffered")
         self.discarded[reason] += 1
@@ -143,15 +164,24 @@ class Ledger:
         return True
 
     def plan(self, prompt_indices: Sequence[int], step: int) -> None:
-        """Their groups are in the plan of `step`."""
+        """Record that the prompts' groups are in the plan of `step`.
+
+        Raises:
+            LedgerError: A group is not buffered.
+        """
         for index in prompt_indices:
             entry = self._entry(index, "plan", "buffered")
             entry.stage, entry.step = "planned", step
 
     def adopt(self, lengths: Mapping[int, Sequence[int]], step: int) -> None:
-        """A plan of `step` that was written after this state was saved: its prompts are planned, and those drawn in between wait.
+        """Take over a plan that was written after this state was saved: its prompts are planned, and those drawn since then wait.
 
-        lengths: by prompt index, the completion tokens of its rollouts.
+        Args:
+            lengths: Prompt index to the completion tokens of each of its rollouts.
+            step: Of the plan.
+
+        Raises:
+            LedgerError: A prompt of the plan neither waits nor is buffered.
         """
         while self.drawn <= max(lengths, default=-1):
             self.discard(self._draw_new().prompt_index, "interrupted")
@@ -163,7 +193,11 @@ class Ledger:
             entry.stage, entry.step, entry.lengths = "planned", step, list(of_prompt)
 
     def trained(self, step: int) -> int:
-        """The trainer has done this step: close the prompts of its plan. Returns their number."""
+        """Close the prompts of a step that the trainer has done, and return their number.
+
+        Raises:
+            LedgerError: No prompt is planned for this step.
+        """
         indices = [index for index, entry in self._open.items() if entry.stage == "planned" and entry.step == step]
         if not indices:
             raise LedgerError(
@@ -176,14 +210,18 @@ class Ledger:
         return len(indices)
 
     def interrupt(self) -> int:
-        """After a restart: what was being sampled is lost and sampled again. Returns the number of prompts."""
+        """After a restart, send the prompts that were being sampled back to waiting, and return their number."""
         lost = [index for index, entry in self._open.items() if entry.stage == "sampling"]
         for index in lost:
             self.discard(index, "interrupted")
         return len(lost)
 
     def outcome(self, prompt_index: int) -> str:
-        """'trained at step 3', 'dropped: contract', or the stage of an open prompt. Raises LedgerError if it was never drawn."""
+        """Return 'trained at step 3', 'dropped: contract', or the stage of an open prompt.
+
+        Raises:
+            LedgerError: The prompt was never drawn.
+        """
         if not 0 <= prompt_index < self.drawn:
             raise LedgerError(f"prompt {prompt_index} was never drawn; drawn are 0..{self.drawn - 1}")
         outcome = int(self._outcomes[prompt_index])
@@ -196,7 +234,7 @@ class Ledger:
         return Counter(entry.stage for entry in self._open.values())
 
     def summary(self) -> dict[str, float]:
-        """Totals for the metrics; the mean lengths say whether what was thrown away differs from what was kept."""
+        """Totals for the metrics; the mean lengths show whether discarded rollouts differ from the kept ones."""
         return {
             "drawn": self.drawn,
             "trained": self.trained_prompts,
@@ -208,7 +246,11 @@ class Ledger:
         }
 
     def check(self) -> None:
-        """Raise LedgerError unless drawn = trained + dropped + in flight, by the totals and prompt by prompt."""
+        """Check that drawn = trained + dropped + in flight, by the totals and prompt by prompt.
+
+        Raises:
+            LedgerError: The counts do not add up.
+        """
         outcomes = self._outcomes[: self.drawn]
         by_prompt = (int((outcomes >= 0).sum()), int((outcomes < _OPEN).sum()), int((outcomes == _OPEN).sum()))
         by_total = (self.trained_prompts, self.dropped.total(), self.in_flight)
@@ -218,7 +260,7 @@ class Ledger:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """All of the state, as plain JSON."""
+        """The complete state, as plain JSON values."""
         return {
             "drawn": self.drawn,
             "fates": base64.b64encode(zlib.compress(self._outcomes[: self.drawn].astype("<i4").tobytes())).decode(),
@@ -233,7 +275,15 @@ class Ledger:
 
     @classmethod
     def from_json(cls, state: dict[str, Any], *, max_attempts: int) -> "Ledger":
-        """Raises LedgerError where the totals do not add up. What was being sampled still is: interrupt() comes next."""
+        """The inverse of to_json. Prompts that were being sampled still are: call interrupt() next.
+
+        Args:
+            state: What to_json returned.
+            max_attempts: As in the class.
+
+        Raises:
+            LedgerError: The totals do not add up.
+        """
         ledger = cls(max_attempts=max_attempts)
         ledger.drawn = state["drawn"]
         outcomes = np.frombuffer(zlib.decompress(base64.b64decode(state["fates"])), dtype="<i4")

@@ -1,9 +1,9 @@
-"""What a user asks of a running run, by files in RUN/requests, which only the user can read: the run's key stays inside the run.
+"""Requests of the user to a run, as files in RUN/requests, which only the user can read: the run's key stays inside the run.
 
     requests/ask_0123456789ab.json       written by the command line
-    requests/answer_0123456789ab.json    written by the orchestrator once it has done it; the command line removes both
+    requests/answer_0123456789ab.json    written by the orchestrator once it is done; the command line removes both
 
-So it works from every machine that sees the run's folder, as a login node does.
+So they work from every machine that sees the run's folder, such as a login node.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ POLL_S = 0.5
 
 
 class RequestError(UserError, ValueError):
-    """A request that the run has refused, or has not answered."""
+    """A request that the run refused or did not answer."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,19 @@ class Answer:
 
 
 def ask(folder: RunFolder, request: ServersRequest, timeout_s: float = 30.0) -> str:
-    """What the run has done. Raises RequestError."""
+    """Send a request to a run and wait for its answer.
+
+    Args:
+        folder: Of the run.
+        request: What it shall do.
+        timeout_s: How long the answer may take.
+
+    Returns:
+        What the run has done, for a person.
+
+    Raises:
+        RequestError: The run refused, or did not answer in time.
+    """
     name = secrets.token_hex(6)
     asked, answered = folder.requests / f"ask_{name}.json", folder.requests / f"answer_{name}.json"
     write_atomically(asked, encode(request))
@@ -66,7 +78,7 @@ def ask(folder: RunFolder, request: ServersRequest, timeout_s: float = 30.0) -> 
 
 
 class Requests:
-    """The orchestrator's end. Requests that were left unread before the run was restarted are not carried out."""
+    """The orchestrator's side. Requests from before the run was restarted are deleted, not carried out."""
 
     def __init__(self, folder: RunFolder, fleet: Fleet) -> None:
         self._folder, self._fleet = folder, fleet
@@ -74,7 +86,7 @@ class Requests:
             left.unlink(missing_ok=True)
 
     async def follow(self) -> None:
-        """Carry out requests as they come."""
+        """Carry out requests as they arrive."""
         while True:
             for file in sorted(self._folder.requests.glob("ask_*.json")):
                 answer = self._carry_out(file.read_bytes())

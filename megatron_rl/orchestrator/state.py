@@ -1,4 +1,4 @@
-"""The bookkeeping of a run: which prompts are drawn, in flight, buffered, planned, trained.
+"""The state of a run: which prompts are drawn, in flight, buffered, planned, trained.
 
 Pure: no clock, no network, no files.
 """
@@ -14,7 +14,13 @@ from megatron_rl.records import GroupResult, GroupTask, StepPlan
 
 
 class RunState:
-    """Buffer and ledger moved together, so that every prompt is in exactly one place."""
+    """Buffer and ledger, changed together, so that every prompt is in exactly one place.
+
+    Args:
+        config: Of the run.
+        ledger: The state of every prompt.
+        buffer: The groups in flight and finished; of the same prompts.
+    """
 
     def __init__(self, config: Config, ledger: Ledger, buffer: GroupBuffer) -> None:
         self._config = config
@@ -28,14 +34,18 @@ class RunState:
 
     @classmethod
     def new(cls, config: Config) -> "RunState":
-        """Of a run that begins."""
+        """The state of a run that begins."""
         r = config.rollouts
         buffer = GroupBuffer(prompts_per_step=r.prompts_per_step, max_staleness=r.max_staleness)
         return cls(config, Ledger(max_attempts=r.max_attempts), buffer)
 
     @classmethod
     def from_json(cls, config: Config, state: dict[str, Any]) -> "RunState":
-        """As it was at the checkpoint; what was in flight there is sampled again."""
+        """The state at a checkpoint; groups that were in flight are sampled again.
+
+        Raises:
+            LedgerError: The totals do not add up.
+        """
         r = config.rollouts
         ledger = Ledger.from_json(state["ledger"], max_attempts=r.max_attempts)
         ledger.interrupt()
@@ -43,11 +53,11 @@ class RunState:
         return cls(config, ledger, buffer)
 
     def to_json(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Ledger and buffer as plain JSON values, for the checkpoint."""
         return {"ledger": self.ledger.to_json(), "buffer": self.buffer.to_json()}
 
     def groups_to_begin(self, version: int) -> int:
-        """How many groups the staleness bound admits now."""
+        """How many groups may begin now, when the servers hold `version`."""
         return self.buffer.admissible(version, self._config.rollouts.concurrent_groups)
 
     def begin(self, server: str, version: int) -> GroupTask:
@@ -61,7 +71,11 @@ class RunState:
         return task
 
     def end(self, result: GroupResult) -> bool:
-        """A group has ended, well or not. False: it is not (or no longer) in flight, and its result is ignored."""
+        """Record the end of a group, with rollouts or with a failure.
+
+        Returns:
+            False when the group is not (or no longer) in flight; its result is then ignored.
+        """
         if (task := self._tasks.pop(result.uid, None)) is None:
             return False
         self.in_flight[task.server] -= 1
@@ -73,13 +87,13 @@ class RunState:
             self.recent_failures[result.failure] += 1
             self.last_failure = f"{result.failure}: {result.message}"
             self.buffer.abandon(result.prompt_index)
-            # a server's failure is no fault of the prompt: another server samples it, however often that happens
+            # A server's failure is not the prompt's fault: another server samples it, however often that happens.
             reason = "interrupted" if result.failure == "server" else result.failure
             self.ledger.discard(result.prompt_index, reason, [r.num_completion_tokens for r in result.rollouts])
         return True
 
     def lose_server(self, server: str) -> int:
-        """The server has left: what was in flight on it is sampled again. Returns the number of groups."""
+        """Have the groups that were in flight on a server that has left sampled again, and return their number."""
         lost = [task for task in self._tasks.values() if task.server == server]
         for task in lost:
             self.end(GroupResult(task.uid, task.prompt_index, task.attempt, server, failure="server", message="left the fleet"))
@@ -87,14 +101,22 @@ class RunState:
         return len(lost)
 
     def discard_finished(self, is_bad: Callable[[GroupResult], bool], reason: str) -> int:
-        """Finished groups that no step has taken are sampled again; returns their number."""
+        """Have finished groups that no step has taken sampled again.
+
+        Args:
+            is_bad: Whether a group is one of them.
+            reason: Under which the ledger counts them.
+
+        Returns:
+            The number of groups.
+        """
         bad = self.buffer.take_out(is_bad)
         for group in bad:
             self.ledger.discard(group.prompt_index, reason)
         return len(bad)
 
     def take_step(self) -> tuple[GroupResult, ...] | None:
-        """The groups of the next step, or None while they are not there; groups that became too old are sampled again."""
+        """Remove and return the groups of the next step, None while it has to wait. Groups that are too old are sampled again."""
         for group in self.buffer.evict_stale():
             self.ledger.discard(group.prompt_index, "stale")
         step = self.buffer.next_step
@@ -104,9 +126,9 @@ class RunState:
         return groups
 
     def adopt(self, plan: StepPlan) -> None:
-        """Take over a recorded plan of the next step, from before the run was interrupted.
+        """Take over a recorded plan of the next step, written before the run was interrupted.
 
-        It is trained as it is, so that nothing that was sampled is lost and the step gives the same result.
+        It is trained as it is, so that no rollout is lost and the step gives the same result.
         """
         lengths: dict[int, list[int]] = {}
         for entry in plan.entries:

@@ -1,4 +1,4 @@
-"""Processes, here and on the nodes of a cluster, and ports: started, watched and stopped so that none is left behind."""
+"""Processes, here and on the nodes of a cluster, and ports: started, watched and stopped so that none is left running."""
 
 from megatron_rl.processes.addresses import AddressError, address_of_interface, address_of_this_host, interface_of
 from megatron_rl.processes.child import (

@@ -16,7 +16,11 @@ class AddressError(UserError, RuntimeError):
 
 
 def address_of_interface(name: str) -> str:
-    """The IPv4 address of a network interface, such as 'ib0'. Raises AddressError that lists the machine's interfaces."""
+    """The IPv4 address of a network interface, such as 'ib0'.
+
+    Raises:
+        AddressError: It has none; the message lists the machine's interfaces.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         try:
             answer = fcntl.ioctl(s.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -24,14 +28,13 @@ def address_of_interface(name: str) -> str:
             there = ", ".join(sorted(p.name for p in Path("/sys/class/net").iterdir()))
             raise AddressError(
                 f"slurm.interface = {name!r}: {socket.gethostname()} has no IPv4 address on it ({error.strerror}); its "
-                "interfaces: "
-                f"{there}"
+                f"interfaces: {there}"
             ) from error
     return socket.inet_ntoa(answer[20:24])
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address; None where none has it as its first."""
+    """The network interface whose first IPv4 address this is; None where there is none."""
     for _, name in socket.if_nameindex():
         with contextlib.suppress(AddressError):  # an interface without an address
             if address_of_interface(name) == address:
@@ -40,7 +43,11 @@ def interface_of(address: str) -> str | None:
 
 
 def address_of_this_host() -> str:
-    """The address of this machine's host name. Raises AddressError where it has none."""
+    """The address of this machine's host name.
+
+    Raises:
+        AddressError: It has none.
+    """
     name = socket.gethostname()
     try:
         return socket.gethostbyname(name)

@@ -43,7 +43,7 @@ GRACE_S = 10.0
 NUM_PORTS = 32
 WATCH_EVERY_S = 0.2
 NOT_STARTED = 127
-"""Status of a process whose program is not there, as a shell has it."""
+"""Exit status of a process whose program cannot be started, as in a shell."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,10 @@ class Agent:
     Args:
         role: Of the node: trainer or rollouts.
         index: Of the node among those of its role.
-        place: Where the orchestrator is.
-        key: The run's.
-        address: Where the other nodes reach this one.
-        devices: What CUDA_VISIBLE_DEVICES may name here.
+        place: Host and URL of the orchestrator.
+        key: The run's key.
+        address: Under which the other nodes reach this one.
+        devices: Values for CUDA_VISIBLE_DEVICES on this node.
     """
 
     def __init__(self, role: str, index: int, place: OrchestratorPlace, key: str, address: str, devices: tuple[str, ...]) -> None:
@@ -67,7 +67,11 @@ class Agent:
         self._num_done = 0
 
     async def run(self) -> None:
-        """Until the run is over. Raises OrchestratorGoneError when the orchestrator no longer answers."""
+        """Carry out orders until the run has ended.
+
+        Raises:
+            OrchestratorGoneError: The orchestrator no longer answers.
+        """
         tasks = [asyncio.create_task(self._obey()), asyncio.create_task(self._watch())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -120,9 +124,11 @@ class Agent:
 
 
 async def place_of(folder: RunFolder, attempt: str) -> OrchestratorPlace:
-    """Where this attempt's orchestrator is, once it has written it; the job ends when it never does."""
+    """Wait until this attempt's orchestrator has written its place, and return it. Slurm ends the job if it never does."""
     while True:
-        with contextlib.suppress(FileNotFoundError, ValueError):  # of an earlier attempt, maybe by another version of the program
+        with contextlib.suppress(
+            FileNotFoundError, ValueError
+        ):  # from an earlier attempt, maybe of another version of the program
             place = decode(folder.orchestrator_file.read_bytes(), OrchestratorPlace)
             if place.attempt == attempt:
                 return place
@@ -130,9 +136,14 @@ async def place_of(folder: RunFolder, attempt: str) -> OrchestratorPlace:
 
 
 def own_address(place: OrchestratorPlace, interface: str | None) -> str:
-    """The address of this node for the others.
+    """The address under which the other nodes reach this one.
 
-    Raises AddressError when the orchestrator's own is a loopback address of another machine.
+    Args:
+        place: Host and URL of the orchestrator.
+        interface: The network interface to use; None: the one on the way to the orchestrator.
+
+    Raises:
+        AddressError: The interface has no address, or the orchestrator's own address is a loopback address of another machine.
     """
     host, _, port = place.url.removeprefix("http://").partition(":")
     if ipaddress.ip_address(host).is_loopback and socket.gethostname() != place.host:
@@ -143,13 +154,18 @@ def own_address(place: OrchestratorPlace, interface: str | None) -> str:
 
 
 def devices_here(gpus: int) -> tuple[str, ...]:
-    """The GPUs that Slurm gave this job step, else the first `gpus`."""
+    """The GPUs that Slurm assigned to this job step, else the first `gpus`."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return tuple(given.split(",")[:gpus]) if given else tuple(map(str, range(gpus)))
 
 
 async def serve(folder: RunFolder, role: str) -> None:
-    """Find the orchestrator of this attempt, join it, and obey until the run is over."""
+    """Find the orchestrator of this attempt, join it, and carry out orders until the run has ended.
+
+    Raises:
+        AddressError: This node has no address for the others.
+        OrchestratorGoneError: The orchestrator no longer answers.
+    """
     place = await place_of(folder, job_attempt())
     slurm = folder.config().slurm
     address = own_address(place, slurm.interface)
@@ -158,7 +174,7 @@ async def serve(folder: RunFolder, role: str) -> None:
 
 
 def main() -> int:
-    """The program: exit status 1 when the orchestrator is gone, or the node cannot take part."""
+    """The program: exit status 1 when the orchestrator no longer answers, or the node cannot join."""
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.processes.agent")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--role", choices=ROLES, required=True)

@@ -1,4 +1,4 @@
-"""One child process: started in its own session, watched, stopped with all that it started."""
+"""One child process: started in its own session, watched, stopped with all processes that it started."""
 
 import contextlib
 import ctypes
@@ -19,7 +19,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Command:
-    """What to start: argv, what it adds to the environment, where its output goes."""
+    """A process to start: argv, additions to the environment, the file for its output."""
 
     name: str
     argv: Sequence[str]
@@ -27,12 +27,12 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)
     stop_signal: int = signal.SIGTERM
     """The signal that ends it. If it is not SIGTERM, the process ignores SIGTERM, which a batch system sends to every process of
-    a job that is cancelled or preempted, and which one process has to answer for all; the program calls `ignore_sigterm` as
-    it begins."""
+    a job that is cancelled or preempted, and which one process handles for all; the program calls `ignore_sigterm` at its
+    start."""
 
 
 class ProcessError(RunError, RuntimeError):
-    """A process that could not be started, or that ended unexpectedly: with its name and the end of its log."""
+    """A process that could not be started, or that ended unexpectedly; with its name and the end of its log."""
 
 
 class Process(Protocol):
@@ -49,7 +49,7 @@ class Process(Protocol):
         """Ask it to end."""
 
     def kill(self) -> None:
-        """End it, and whatever is left of what it started."""
+        """End it, and all processes that it started and that still run."""
 
     def failure(self) -> str:
         """Why it ended, for a person."""
@@ -59,7 +59,10 @@ class Child:
     """A child process on this machine.
 
     It has its own session, so that Ctrl-C on the terminal reaches only the parent, which then stops its children in order. The
-    kernel sends it its stop signal when the parent dies, so that even a kill -9 of the parent leaves no child behind.
+    kernel sends it its stop signal when the parent dies, so that even a kill -9 of the parent leaves no child running.
+
+    Raises:
+        ProcessError: It could not be started.
     """
 
     def __init__(self, command: Command) -> None:
@@ -102,12 +105,12 @@ class Child:
         return self._process.returncode
 
     def terminate(self) -> None:
-        """Ask the process to end; its children are left to it."""
+        """Ask the process to end; it ends its own children."""
         if self.poll() is None:
             self._process.send_signal(self.command.stop_signal)
 
     def kill(self) -> None:
-        """End whatever is left of its session, also children that outlived it."""
+        """End every process of its session, also children that outlived it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -124,7 +127,7 @@ class Child:
 
 
 def stop_all(children: Sequence[Child], grace_s: float) -> None:
-    """Ask all to end, wait at most grace_s for them together, then kill what is left. Returns when none runs."""
+    """Ask all to end, wait at most grace_s for them together, then kill the rest. Returns when none runs."""
     for child in children:
         child.terminate()
     deadline = time.monotonic() + grace_s
@@ -147,19 +150,19 @@ def log_tail(path: Path, num_lines: int = 15) -> str:
 
 
 def ignore_sigterm() -> None:
-    """Ignore SIGTERM in this process, but not in what it starts.
+    """Ignore SIGTERM in this process, but not in those that it starts.
 
-    For a program whose Command has another stop_signal. What it starts, such as a reward's processes, still ends by SIGTERM: an
-    ignored signal would stay ignored there, a handled one does not.
+    For a program whose Command has another stop_signal. The processes that it starts, such as a reward's, still end by SIGTERM:
+    an ignored signal would stay ignored there, a handled one does not.
     """
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
         return  # started by hand
-    signal.signal(signal.SIGTERM, lambda *_: None)  # exec gives the signal back its meaning, and so does a fork
+    signal.signal(signal.SIGTERM, lambda *_: None)  # exec restores the default action, and the next line does after a fork
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def end_forks_with_me() -> None:
-    """Whatever this process forks from now on (dist-checkpointing forks its writers) is killed when this process dies."""
+    """Have all later forks of this process (dist-checkpointing forks its writers) killed when this process dies."""
     forking: list[int] = [0]
 
     def remember() -> None:
@@ -174,7 +177,7 @@ def end_forks_with_me() -> None:
 
 
 def kill_with_parent(stop_signal: int = signal.SIGTERM) -> Callable[[], None]:
-    """For subprocess' preexec_fn: the kernel sends the child this signal when this process dies; see Command.stop_signal."""
+    """A preexec_fn for subprocess: the kernel sends the child this signal when this process dies; see Command.stop_signal."""
     parent = os.getpid()
 
     def between_fork_and_exec() -> None:

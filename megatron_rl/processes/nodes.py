@@ -3,8 +3,9 @@
     Nodes.start(node, command) ──order──▶ the node's agent ──▶ Child
         RemoteProcess.poll() ◀──/node/ended──┘
 
-The orchestrator knows of a node what its agent reports. A node whose agent has been silent for `patience_s` is lost, and its
-processes with it: those that still run end when their agent ends, or when the orchestrator has not answered them for long.
+All that the orchestrator knows about a node is what its agent reports. A node whose agent has been silent for `patience_s` is
+lost, and its processes with it: those that still run end when their agent ends, or when the orchestrator has not answered it for
+long.
 """
 
 import asyncio
@@ -32,10 +33,14 @@ class Node:
     free_ports: list[int] = field(default_factory=list)
     orders: list[StartOrder | StopOrder] = field(default_factory=list)
     heard_at: float = 0.0
-    """By a clock that never goes back, at the beginning or end of the agent's last request."""
+    """Monotonic seconds, at the beginning or end of the agent's last request."""
 
     def take_port(self) -> int:
-        """A port that was free at the agent's last request; each is given out once."""
+        """Return a port that was free at the agent's last request; no port is returned twice.
+
+        Raises:
+            ProcessError: No port is left.
+        """
         if not self.free_ports:
             raise ProcessError(f"{self.host} ({self.role} node {self.index}) has no free port left")
         return self.free_ports.pop()
@@ -65,7 +70,7 @@ class RemoteProcess:
         self._nodes.order(self._node, StopOrder(self.key, kill=False))
 
     def kill(self) -> None:
-        """Have the agent end it, with all that it started."""
+        """Have the agent end it, with all processes that it started."""
         self._nodes.order(self._node, StopOrder(self.key, kill=True))
 
     def failure(self) -> str:
@@ -101,7 +106,11 @@ class Nodes:
         return {"/node": (NodeRequest, self.on_node), "/node/ended": (ProcessEnded, self.on_ended)}
 
     async def wait_until_joined(self, timeout_s: float) -> None:
-        """Until every node has joined. Raises ProcessError that names those that have not."""
+        """Wait until every node has joined.
+
+        Raises:
+            ProcessError: Names the nodes that have not joined in time.
+        """
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: not self._missing())
@@ -109,12 +118,15 @@ class Nodes:
             raise ProcessError(
                 f"within {timeout_s:g} s (slurm.join_timeout_s) these nodes have not joined: {', '.join(self._missing())}; see "
                 "logs/agent-*.log. Where that is missing, see the job's own log: the node could not start the agent, or "
-                "does not see "
-                "the run's folder"
+                "does not see the run's folder"
             ) from None
 
     def node(self, role: str, index: int) -> Node:
-        """Raises ProcessError for one that has not joined, or is lost."""
+        """The node of this role and index.
+
+        Raises:
+            ProcessError: It has not joined, or is lost.
+        """
         node = self._nodes.get((role, index))
         if node is None or self.is_lost(node):
             raise ProcessError(
@@ -123,7 +135,7 @@ class Nodes:
         return node
 
     def start(self, node: Node, command: Command) -> RemoteProcess:
-        """Have the agent start the command; one that cannot be started ends at once, with the reason in its log."""
+        """Have the agent start the command. One that cannot be started ends at once, with the reason in its log."""
         process = RemoteProcess(self, node, len(self._processes), command)
         self._processes[process.key] = process
         self.order(
@@ -167,9 +179,9 @@ class Nodes:
         return Ack()
 
     async def stop(self, processes: Sequence[RemoteProcess], grace_s: float) -> None:
-        """Ask them to end, kill the rest after grace_s, and return when none runs or grace_s later.
+        """Ask the processes to end, and kill the rest after grace_s.
 
-        The end of the job ends it then.
+        Returns when none runs, or after another grace_s: what still runs then ends with the job.
         """
         for ending in (RemoteProcess.terminate, RemoteProcess.kill):
             for process in _running(processes):

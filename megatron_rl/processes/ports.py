@@ -1,4 +1,4 @@
-"""TCP ports on this machine: free ones, and whether one is taken."""
+"""TCP ports on this machine: which are free."""
 
 import contextlib
 import random
@@ -12,11 +12,15 @@ class PortError(UserError, RuntimeError):
 
 
 _RANGE = range(20000, 32768)
-"""Below the ports that Linux hands out to outgoing connections, one of which could take a port before the server has bound it."""
+"""Below the ports of outgoing connections, one of which could take a port before the server has bound it."""
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """`count` different ports that nobody listens on now, chosen at random, so that two programs hardly choose the same."""
+    """Choose `count` different ports on which no process listens now; at random, so that two programs rarely choose the same.
+
+    Raises:
+        PortError: Fewer are free.
+    """
     ports: list[int] = []
     for port in random.sample(_RANGE, len(_RANGE)):
         if len(ports) == count:
@@ -28,7 +32,15 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def check_host(host: str, wanted_for: str) -> None:
-    """Raise PortError unless this machine can listen on the host."""
+    """Return if this machine can listen on the host.
+
+    Args:
+        host: Name or address.
+        wanted_for: The option or value that names it, for the message.
+
+    Raises:
+        PortError: It is not an address of this machine.
+    """
     try:
         check_port(host, 0, wanted_for)
     except PortError as error:
@@ -38,7 +50,16 @@ def check_host(host: str, wanted_for: str) -> None:
 
 
 def check_port(host: str, port: int, wanted_for: str) -> None:
-    """Raise PortError unless host:port can be listened on."""
+    """Return if this machine can listen on host:port.
+
+    Args:
+        host: Name or address.
+        port: 0: any.
+        wanted_for: The option or value that names it, for the message.
+
+    Raises:
+        PortError: The port is in use, or the host is not an address of this machine.
+    """
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -41,19 +41,19 @@ def config(model: Path) -> Config:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_servers_would_be_built_for_a_quantised_folder(tmp_path: Path, name: str) -> None:
-    make_random_model(tmp_path / "whole", MODEL, seed=0)
-    hf_to_megatron(tmp_path / "whole", tmp_path / "megatron")
+    make_random_model(tmp_path / "unquantised", MODEL, seed=0)
+    hf_to_megatron(tmp_path / "unquantised", tmp_path / "megatron")
     megatron_to_hf(tmp_path / "megatron", tmp_path / "quantised", quantise=QuantisedAs(FORMATS[name]()))
     with pytest.raises(ConfigError, match="weights are quantised.*convert hf-to-megatron .*quantised NEW"):
         prepare(config(tmp_path / "quantised"), RunFolder(tmp_path / "run"))
     hf_to_megatron(tmp_path / "quantised", tmp_path / "dequantised")
-    for folder in ("whole", "dequantised"):
+    for folder in ("unquantised", "dequantised"):
         assert prepare(config(tmp_path / folder), None)["model_type"] == "qwen3"
 
 
 @pytest.mark.parametrize(("activations", "algorithm"), [("full", "W4A16_NVFP4"), ("nvfp4", "NVFP4")])
-def test_servers_with_nvfp4_layers_get_a_config_that_says_so(tmp_path: Path, activations: str, algorithm: str) -> None:
-    """The trainer's model stays what it is."""
+def test_servers_with_nvfp4_layers_get_a_config_with_the_quantisation(tmp_path: Path, activations: str, algorithm: str) -> None:
+    """The trainer's model is unchanged."""
     make_random_model(tmp_path / "m", MODEL, seed=0)
     plain = config(tmp_path / "m").model_dump()
     precision = {"training": "qat", "rollouts": "nvfp4", "activations": activations, "modules": ["mlp"]}
@@ -65,15 +65,15 @@ def test_servers_with_nvfp4_layers_get_a_config_that_says_so(tmp_path: Path, act
     run.path.mkdir()
     for _ in range(2):  # a resumed run finds it there
         prepare(quantised, run)
-    whole, described = (json.loads((folder / "config.json").read_text()) for folder in (run.model, run.nvfp4_model))
-    assert "quantization_config" not in whole and described.pop("quantization_config") == {
+    unquantised, described = (json.loads((folder / "config.json").read_text()) for folder in (run.model, run.nvfp4_model))
+    assert "quantization_config" not in unquantised and described.pop("quantization_config") == {
         "quant_method": "modelopt",
         "quant_algo": algorithm,
         "group_size": 16,
         "config_groups": ANY,
         "ignore": ["lm_head", *(f"model.layers.0.self_attn.{name}_proj" for name in "qkvo")],
     }
-    assert described == whole and not list(run.nvfp4_model.glob("*.safetensors"))
+    assert described == unquantised and not list(run.nvfp4_model.glob("*.safetensors"))
     for device, folder in (("cuda", run.nvfp4_model), ("cpu", run.model)):
         of = Config.model_validate(
             plain | {"run": plain["run"] | {"device": device}, "precision": precision, "weight_sync": sync}
@@ -86,12 +86,12 @@ def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
     make_random_model(tmp_path / "m", MODEL, seed=0)
     prepare(config(tmp_path / "m"), None)
     settings = tmp_path / "m" / "config.json"
-    whole = settings.read_text()
+    before = settings.read_text()
     (tmp_path / "m" / "generation_config.json").unlink(missing_ok=True)
-    settings.write_text(json.dumps({**json.loads(whole), "eos_token_id": 5000}))
+    settings.write_text(json.dumps({**json.loads(before), "eos_token_id": 5000}))
     with pytest.raises(ConfigError, match="eos_token_id is 5000, and the model has ids 0..127"):
         prepare(config(tmp_path / "m"), None)
-    settings.write_text(whole)
+    settings.write_text(before)
     with pytest.raises(TaskError, match="has no chat template, but task.chat_template = true"):
         prepare(with_chat_template(config(tmp_path / "m")), None)
     (tmp_path / "m" / "tokenizer.json").write_text("{}")

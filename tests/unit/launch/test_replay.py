@@ -1,12 +1,12 @@
-"""From which steps a run can be replayed, told before anything is started."""
+"""The steps from which a run can be rerun; other requests are refused before anything starts."""
 
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config import ConfigError, RunFolder, load_config
-from megatron_rl.launch import replay
 from megatron_rl.launch.replay import replay_run
+from megatron_rl.trainer import recorded_run
 from megatron_rl.trainer.recorded_run import starting_steps
 
 CONFIG = Path(__file__).parents[3] / "model_configs" / "tiny-moe-cpu.toml"
@@ -22,9 +22,9 @@ def run(tmp_path) -> RunFolder:
     return folder
 
 
-def test_a_run_begins_at_its_start_and_at_whole_checkpoints_that_a_recorded_step_follows(run):
+def test_a_run_begins_at_its_start_and_at_complete_checkpoints_that_a_recorded_step_follows(run):
     assert starting_steps(run, recorded=[1, 2, 3, 4, 5]) == [2, 4]
-    run.supervised_seal.write_text("{}")  # until then the supervised start is not whole
+    run.supervised_seal.write_text("{}")  # until then the supervised start is not complete
     assert starting_steps(run, recorded=[0, 1, 2, 3, 4, 5]) == [0, 2, 4]
 
 
@@ -37,7 +37,7 @@ def test_a_run_begins_at_its_start_and_at_whole_checkpoints_that_a_recorded_step
     ],
 )
 def test_what_cannot_be_replayed_is_refused_with_what_can(run, monkeypatch, first, steps, message):
-    monkeypatch.setattr(replay, "recorded_steps", lambda folder: [0, 1, 2, 4, 5])
+    monkeypatch.setattr(recorded_run, "recorded_steps", lambda folder: [0, 1, 2, 4, 5])
     with pytest.raises(ConfigError, match=message):
         replay_run(run, [], first, steps, print)
     assert not run.replays.exists()

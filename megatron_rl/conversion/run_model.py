@@ -1,0 +1,116 @@
+"""The model of a run: checked against the run's configuration, described, and written into the run's folder."""
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import Config, ConfigError, RunFolder
+from megatron_rl.conversion.hf_reader import HfCheckpoint
+from megatron_rl.conversion.model_files import read_config, write_model_files
+from megatron_rl.conversion.opening import open_checkpoint, table_of
+from megatron_rl.conversion.outgoing import left_out
+from megatron_rl.conversion.random_model import make_random_model
+from megatron_rl.precision import check_cuts, selection_of, stored_format
+from megatron_rl.records import write_model_contract
+from megatron_rl.tasks import TextEncoder
+from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping import ParameterTable, Placement
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def checked_hf_config(config: Config) -> dict[str, Any]:
+    """config.json of the run's model, whose folder is complete and fits the configuration.
+
+    Raises:
+        CheckpointError: The folder is not a complete model.
+        ConfigError: The configuration asks for what the model does not have.
+        TaskError: The tokenizer, or its chat template, cannot be read.
+    """
+    if config.model.path is None:
+        if config.task.chat_template:
+            raise ConfigError(
+                "task.chat_template = true: a model from model.architecture has a character tokenizer without a chat "
+                "template; set it to false"
+            )
+        return dict(config.model.architecture or {})
+    checkpoint = open_checkpoint(config.model.path)
+    checkpoint.check(table_of(checkpoint))
+    if isinstance(checkpoint, HfCheckpoint) and "quantization_config" in read_config(checkpoint.folder):
+        raise ConfigError(
+            f"model.path = {config.model.path}: its weights are quantised, and the servers would be built for quantised "
+            f"weights, but the trainer sends unquantised ones; `megatron-rl convert hf-to-megatron {config.model.path} NEW` "
+            "makes an unquantised folder"
+        )
+    if config.model.mtp == "trained" and not table_of(checkpoint).with_mtp:
+        raise ConfigError(f"model.mtp = 'trained': {config.model.path} has no layer for multi-token prediction; remove model.mtp")
+    _check_tokenizer(config.model.path, config, int(checkpoint.config["vocab_size"]))
+    return checkpoint.config
+
+
+def describe_model(hf_config: dict[str, Any], config: Config) -> dict[str, object]:
+    """What the model is and how the layout divides it, as plain values for a person.
+
+    Raises:
+        UserError: Model, layout and configuration do not fit one another.
+    """
+    layout: Layout = config.parallel_layout
+    padded = layout.padded_vocab_size(int(hf_config.get("vocab_size", 0)))
+    table = ParameterTable(hf_config, padded_vocab_size=padded, with_mtp=config.model.mtp == "trained")
+    model = table.architecture
+    if config.model.mtp == "trained" and not table.with_mtp:
+        raise ConfigError(
+            f"model.mtp = 'trained': this {model.model_type} has no layer for multi-token prediction; remove model.mtp"
+        )
+    placement = Placement(table, layout)
+    quantised = selection_of(config.precision, table).names
+    check_cuts(p for rank in range(layout.world_size) for p in placement.held_by(rank).values() if p.parameter.name in quantised)
+    if config.model.max_sequence_length > model.max_position_embeddings:
+        raise ConfigError(
+            f"model.max_sequence_length = {config.model.max_sequence_length} is above the model's max_position_embeddings = "
+            f"{model.max_position_embeddings}"
+        )
+    held = [sum(prod(p.shape) for p in placement.held_by(rank).values()) for rank in range(layout.world_size)]
+    return {
+        "model_type": model.model_type,
+        "parameters": table.num_parameters,
+        "layers": model.num_layers,
+        "moe_layers": len(model.moe_layers),
+        "experts": model.moe.num_experts if model.moe else 0,
+        "experts_per_token": model.moe.top_k if model.moe else 0,
+        "vocab_size": model.vocab_size,
+        "mtp_layers": model.num_mtp_layers,
+        "parameters_per_rank_max": max(held),
+        "parameters_per_rank_min": min(held),
+    }
+
+
+def write_run_model(run: RunFolder, config: Config, hf_config: dict[str, Any]) -> None:
+    """Write the model's folders and its contract into the run's folder.
+
+    Also for a run that is resumed: one of an earlier version lacks the contract.
+    """
+    write_model_contract(run.model_contract, ParameterTable(hf_config).architecture.contract)
+    if not run.model.exists():
+        if config.model.path is None:
+            make_random_model(run.model, hf_config, seed=config.run.seed)
+        else:
+            run.model.symlink_to(config.model.path.resolve(), target_is_directory=True)
+    if config.servers_have_nvfp4_layers:
+        table = ParameterTable(hf_config)
+        described = stored_format(config.precision).config(*left_out(table, selection_of(config.precision, table)))
+        run.nvfp4_model.mkdir(exist_ok=True)
+        write_model_files(run.nvfp4_model, read_config(run.model) | {"quantization_config": described}, run.model)
+
+
+def _check_tokenizer(folder: Path, config: Config, vocab_size: int) -> None:
+    """That prompts can be encoded and completions can end."""
+    if not (folder / TOKENIZER_FILE).exists():
+        raise ConfigError(f"model.path = {folder}: {TOKENIZER_FILE} is missing; save the tokenizer next to the weights")
+    text = TextEncoder(folder, config.task)
+    for what, least in (("the tokenizer's largest id", text.num_tokens), ("eos_token_id", max(text.eos_ids) + 1)):
+        if least > vocab_size:
+            raise ConfigError(
+                f"model.path = {folder}: {what} is {least - 1}, and the model has ids 0..{vocab_size - 1} (vocab_size): "
+                "tokenizer and weights belong to different models"
+            )
