@@ -9,7 +9,7 @@ from megatron_rl.records import RaggedIds
 
 @dataclass(frozen=True)
 class Microbatch:
-    """S sequences packed one after the other into N positions; position i predicts token i + 1 of its own sequence.
+    """S sequences packed one after the other into N positions; position i predicts token i + 1 of the same sequence.
 
     `num_padding` positions are padding (token 0, no loss), so that N is a multiple of what the layout asks for: a last segment of
     its own and, with context parallelism, the tail of each sequence's segment. All microbatches of a data-parallel rank are known

@@ -29,7 +29,7 @@ def cut_routes(microbatch: Microbatch, layout: Layout, coords: RankCoords, *, se
 
 
 def shift_routes(microbatch: Microbatch, shift: int) -> Microbatch:
-    """Give each position i the row of position i + shift of its own sequence, and none where that has none; for a diagnosis."""
+    """Give each position i the row of position i + shift of the same sequence, and none where that has none; for a diagnosis."""
     if microbatch.routed_experts is None or microbatch.route_mask is None or not shift:
         return microbatch
     source = np.arange(microbatch.num_positions) + shift

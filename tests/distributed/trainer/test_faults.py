@@ -1,4 +1,4 @@
-"""Whatever befalls one rank ends all of them, and each says which rank it was: Gloo, three processes.
+"""A fault of one rank ends all of them, and each names the rank: Gloo, three processes.
 
 Not proved here: NCCL, which ends a process by itself.
 """

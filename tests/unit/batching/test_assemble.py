@@ -152,7 +152,7 @@ def test_every_position_against_the_slow_reading(spool, layout, sequence_paralle
         assert m.segment_ends[0] == 0 and m.segment_ends[-1] == m.num_positions and (np.diff(m.segment_ends) > 0).all()
         assert (np.diff(m.segment_ends) % (2 * layout.cp if layout.cp > 1 else 1) == 0).all()
         assert m.num_positions % (layout.cp * (layout.tp if sequence_parallel else 1)) == 0
-        for start, end in pairwise(m.segment_ends):  # padding goes on counting, or starts at 0
+        for start, end in pairwise(m.segment_ends):  # padding continues the count, or starts at 0
             assert m.positions[start:end].tolist() == list(range(end - start))
     seen = [n for m in everywhere for n in sorted(set(m.sequence.tolist()) - {-1})]
     assert sorted(seen) == list(range(len(rollouts)))

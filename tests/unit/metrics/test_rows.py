@@ -36,7 +36,7 @@ def test_a_line_is_on_disk_as_soon_as_it_is_written(path):
 
 
 def test_of_a_step_done_twice_the_last_counts(path):
-    """Case 17: a resumed run goes on in the file, from the step of its checkpoint."""
+    """Case 17: a resumed run appends to the file, from the step of its checkpoint."""
     write(path, *(Row(step, {"a": float(step)}) for step in range(5)))
     write(path, *(Row(step, {"a": 10.0 + step}) for step in (3, 4, 5)))
     assert [(row.step, row.values["a"]) for row in read_rows(path)] == [(0, 0), (1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]

@@ -1,4 +1,4 @@
-"""The sinks that a config asks for, behind one object."""
+"""The sinks that a config enables."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""Quantiles by a histogram beside those of all values; that ranks reduce it is shown by tests/distributed."""
+"""Quantiles by a histogram compared with those of all values; tests/distributed shows that ranks reduce it."""
 
 import numpy as np
 import pytest

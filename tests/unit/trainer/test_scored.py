@@ -51,7 +51,7 @@ def test_each_token_has_the_value_of_the_position_that_predicts_it():
     found = completion_scores(microbatches, log_probs, [entry(r.uid, 0.0) for r in rollouts], {0, 1})
     assert set(found) == {"g.0", "g.1"}
     np.testing.assert_array_equal(found["g.0"], log_probs[1][2:4].numpy())
-    # g.1 lies behind the 5 tokens of g.2: its completion is predicted from position 5 + 2 - 1 on, its second token is a tool's.
+    # g.1 is after the 5 tokens of g.2: its completion is predicted from position 5 + 2 - 1 on, its second token is a tool's.
     np.testing.assert_array_equal(found["g.1"], [log_probs[0][6], np.nan, log_probs[0][8]])
 
 
