@@ -115,7 +115,7 @@ def _fill(sizes: np.ndarray, costs: np.ndarray, num_bins: int, max_tokens: int) 
 def _assign(bins: list[list[int]], costs: list[float], num_ranks: int) -> list[list[list[int]]]:
     """Bins to ranks, in rounds of similar cost, most expensive first, every other round in reverse order.
 
-    Ranks communicate in each microbatch (the experts' all-to-all), so the k-th microbatches should be alike before the totals are.
+    Ranks communicate in each microbatch (the experts' all-to-all), so k-th microbatches should be alike before the totals are.
     """
     order = sorted(range(len(bins)), key=lambda b: (-costs[b], b))
     rounds = [order[start : start + num_ranks] for start in range(0, len(order), num_ranks)]
