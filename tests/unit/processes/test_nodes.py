@@ -1,4 +1,4 @@
-"""Processes on other nodes: real agents of this machine, which speak HTTP with the orchestrator's side.
+"""Processes on other nodes: real agents on this machine, which talk to the orchestrator's side by HTTP.
 
 Not proved here: Slurm (tests/e2e).
 """
@@ -39,7 +39,7 @@ async def cluster(num_nodes: int):
     async with serving(control_app(KEY, nodes.handlers, lambda: Status(0, 0, {})), listener):
         agents = [asyncio.create_task(Agent("trainer", i, place, KEY, "127.0.0.1", ("0", "1")).run()) for i in range(num_nodes)]
         try:
-            await nodes.wait_until_joined(10.0)
+            await nodes.wait_until_joined(60.0)
             yield nodes, agents
         finally:
             for agent in agents:
@@ -47,21 +47,21 @@ async def cluster(num_nodes: int):
             await asyncio.gather(*agents, return_exceptions=True)
 
 
-async def ended(process, timeout_s: float = 10.0) -> int:
+async def ended(process, timeout_s: float = 60.0) -> int:
     async with asyncio.timeout(timeout_s):
         while (status := process.poll()) is None:
             await asyncio.sleep(0.02)
     return status
 
 
-async def text_of(log: Path, timeout_s: float = 10.0) -> None:
-    """Until the process has written a line."""
+async def first_line_in(log: Path, timeout_s: float = 60.0) -> None:
+    """Waits until the process has written a line."""
     async with asyncio.timeout(timeout_s):
         while not log.exists() or "\n" not in log.read_text():
             await asyncio.sleep(0.02)
 
 
-def test_a_process_runs_on_its_node_and_its_end_is_known(tmp_path):
+def test_a_process_runs_on_its_node_and_its_exit_status_is_reported(tmp_path):
     async def scene():
         async with cluster(2) as (nodes, _):
             node = nodes.node("trainer", 1)
@@ -74,25 +74,26 @@ def test_a_process_runs_on_its_node_and_its_end_is_known(tmp_path):
     assert "p on " in failure and "ended with status 3" in failure and "x 127.0.0.1" in failure
 
 
-def test_processes_are_ended_politely_then_at_once(tmp_path):
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+def test_processes_are_stopped_by_sigterm_and_after_the_grace_by_sigkill(tmp_path):
+    ignores_sigterm = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
 
     async def scene():
         async with cluster(1) as (nodes, agents):
             node = nodes.node("trainer", 0)
-            polite, stubborn = (
-                nodes.start(node, python(tmp_path, "a", "import time; time.sleep(60)")),
-                nodes.start(node, python(tmp_path, "b", deaf)),
-            )
-            await text_of(tmp_path / "b.log")
-            await nodes.end(grace_s=2.0)
-            await asyncio.wait_for(agents[0], 10.0)  # it leaves by itself
-            return polite.poll(), stubborn.poll()
+            ordinary = nodes.start(node, python(tmp_path, "a", "import time; time.sleep(60)"))
+            stubborn = nodes.start(node, python(tmp_path, "b", ignores_sigterm))
+            await first_line_in(tmp_path / "b.log")
+            await nodes.stop([ordinary], grace_s=60.0)
+            await nodes.stop([stubborn], grace_s=0.5)
+            await ended(stubborn)
+            await nodes.end(grace_s=60.0)
+            await asyncio.wait_for(agents[0], 60.0)  # it ends by itself
+            return ordinary.poll(), stubborn.poll()
 
     assert asyncio.run(scene()) == (-signal.SIGTERM, -signal.SIGKILL)
 
 
-def test_what_cannot_be_started_ends_with_the_reason_in_its_log(tmp_path):
+def test_a_program_that_cannot_be_started_leaves_the_reason_in_its_log(tmp_path):
     async def scene():
         async with cluster(1) as (nodes, _):
             process = nodes.start(nodes.node("trainer", 0), Command("none", ["no-such-program"], tmp_path / "none.log", {}))
@@ -102,7 +103,7 @@ def test_what_cannot_be_started_ends_with_the_reason_in_its_log(tmp_path):
     assert "no-such-program" in asyncio.run(scene())
 
 
-def test_the_end_of_an_agent_is_the_end_of_its_processes(tmp_path):
+def test_processes_end_with_their_agent(tmp_path):
     log = tmp_path / "a.log"
 
     async def scene():
@@ -110,7 +111,7 @@ def test_the_end_of_an_agent_is_the_end_of_its_processes(tmp_path):
             nodes.start(
                 nodes.node("trainer", 0), python(tmp_path, "a", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
             )
-            await text_of(log)
+            await first_line_in(log)
             agents[0].cancel()
             await asyncio.gather(*agents, return_exceptions=True)
 
@@ -129,7 +130,7 @@ def test_an_agent_with_another_key_is_refused():
         asyncio.run(scene())
 
 
-def test_an_answer_that_was_lost_is_given_again():
+def test_an_answer_that_was_lost_is_sent_again():
     async def scene():
         nodes = Nodes({"trainer": 1})
         await nodes.on_node(request())
@@ -157,7 +158,7 @@ def test_a_silent_node_is_lost_with_its_processes(tmp_path):
         assert process.poll() is None
         now = 6.0
         assert process.poll() == -9 and "agent is silent" in process.failure()
-        await nodes.on_ended(ProcessEnded("an old one", 0))  # of nobody that we know: ignored
+        await nodes.on_ended(ProcessEnded("an old one", 0))  # of an unknown process: ignored
         assert nodes.node("trainer", 0).index == 0
         with pytest.raises(ProcessError, match=r"trainer node 1 \(host\) is lost"):
             nodes.node("trainer", 1)
@@ -175,7 +176,7 @@ def test_nodes_that_do_not_join_are_named():
         asyncio.run(scene())
 
 
-def test_ports_are_given_out_once():
+def test_each_port_is_assigned_once():
     async def scene():
         nodes = Nodes({"trainer": 1})
         await nodes.on_node(request())
@@ -188,7 +189,7 @@ def test_ports_are_given_out_once():
     assert sorted(asyncio.run(scene())) == [2001, 2002]
 
 
-def test_an_address_is_one_that_the_other_nodes_can_use():
+def test_a_node_announces_an_address_that_other_nodes_can_reach():
     assert address_of_interface("lo") == "127.0.0.1"
     with pytest.raises(AddressError, match="ib77.*its interfaces: .*lo"):
         address_of_interface("ib77")
