@@ -1,13 +1,14 @@
-"""How fast and how lean `megatron-rl convert` is: against a plain copy of the same bytes, in the same run.
+"""Speed and memory of `megatron-rl convert`, compared with a plain copy of the same bytes in the same run.
 
     python scripts/bench_convert.py --gib 4 --json result.json
 
-Writes a synthetic Qwen3-MoE of so many GiB, then for each direction: a plain copy of the source's files (read, write, fsync) and
-the conversion, each in a process of its own and with the page cache of its source dropped. Prints, and writes to the JSON file:
+Writes a synthetic Qwen3-MoE of this size. Then, for each direction, measures a plain copy of the source's files (read, write,
+fsync) and the conversion, each in a separate process and with the page cache of its source dropped. Prints, and writes to the
+JSON file:
 
-copy_share: bytes a second of the slower direction, divided by those of the plain copy.
-peak_over_largest_tensor: the most anonymous memory of the converting process above that of its imports, divided by the bytes of
-the model's largest tensor.
+copy_share: throughput of the slower direction, divided by that of the plain copy.
+peak_over_largest_tensor: peak anonymous memory of the converting process above that of its imports, divided by the bytes of the
+model's largest tensor.
 """
 
 import argparse
@@ -28,7 +29,7 @@ _SAMPLE_S = 0.01
 
 
 def model_of(gib: float) -> dict[str, Any]:
-    """Qwen3-MoE with as many layers as the size asks for; the embedding is its largest tensor."""
+    """Qwen3-MoE with as many layers as the size needs; the embedding is its largest tensor."""
     hidden, width, experts = 1024, 512, 64
     layer = 2 * (3 * experts * width * hidden + 2 * hidden * 2048 + 2 * hidden * 512)
     embeddings = 2 * 2 * 65_536 * hidden
@@ -84,12 +85,12 @@ def anonymous_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
-    raise OSError("/proc/self/status does not tell anonymous memory (RssAnon)")
+    raise OSError("/proc/self/status has no line RssAnon (anonymous memory); use Linux 4.5 or later")
 
 
 def measured(work: Callable[[], None], answer: Connection) -> None:
-    """Seconds of `work`, and the most anonymous memory that it took above what was there before."""
-    import megatron_rl.conversion  # noqa: F401 - its imports are not what is measured
+    """Sends the seconds of `work`, and its peak anonymous memory above what was in use before."""
+    import megatron_rl.conversion  # noqa: F401 - imports are not measured
 
     before, peak, done = anonymous_bytes(), 0, threading.Event()
 
@@ -108,7 +109,7 @@ def measured(work: Callable[[], None], answer: Connection) -> None:
     answer.send((seconds, peak))
 
 
-def in_its_own_process(work: Callable[..., None], source: Path, out: Path) -> tuple[float, int]:
+def in_separate_process(work: Callable[..., None], source: Path, out: Path) -> tuple[float, int]:
     drop_from_cache(source)
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_run, args=(work, source, out, theirs))
@@ -123,13 +124,13 @@ def _run(work: Callable[..., None], source: Path, out: Path, answer: Connection)
     measured(lambda: work(source, out), answer)
 
 
-def convert_there(source: Path, out: Path) -> None:
+def convert_to_megatron(source: Path, out: Path) -> None:
     from megatron_rl.conversion import hf_to_megatron
 
     hf_to_megatron(source, out)
 
 
-def convert_back(source: Path, out: Path) -> None:
+def convert_to_hf(source: Path, out: Path) -> None:
     from megatron_rl.conversion import megatron_to_hf
 
     megatron_to_hf(source, out)
@@ -147,11 +148,11 @@ def bench(folder: Path, gib: float) -> dict[str, Any]:
     }
     shares, peaks = [], []
     for name, work, source, out in (
-        ("hf_to_megatron", convert_there, "hf", "megatron"),
-        ("megatron_to_hf", convert_back, "megatron", "back"),
+        ("hf_to_megatron", convert_to_megatron, "hf", "megatron"),
+        ("megatron_to_hf", convert_to_hf, "megatron", "back"),
     ):
-        copy_s, _ = in_its_own_process(copy_folder, folder / source, folder / "copy")
-        seconds, peak = in_its_own_process(work, folder / source, folder / out)
+        copy_s, _ = in_separate_process(copy_folder, folder / source, folder / "copy")
+        seconds, peak = in_separate_process(work, folder / source, folder / out)
         for file in files_of(folder / "copy"):
             file.unlink()
         (folder / "copy").rmdir()
@@ -171,7 +172,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Throughput and memory of checkpoint conversion.")
     parser.add_argument("--gib", type=float, default=4.0, help="size of the synthetic model")
-    parser.add_argument("--folder", type=Path, help="where to work (three times the size); default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder for the files (three times the size); default: temporary")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:

@@ -1,21 +1,21 @@
-"""Time and memory of the keep-set log-softmax beside the two dense ways of computing the same numbers, forward and backward.
+"""Time and memory of the keep-set log-softmax, forward and backward, compared with two dense ways to compute the same numbers.
 
     python scripts/bench_keep_set.py [--json FILE] [--full] [--quick] [--sets ...] [--clock wall|cpu]
         [--device cpu|cuda] [--dtype fp32|bf16]
 
-Arms, each in a process of its own, so that its peak memory is its own:
+Arms, each in a separate process, so that its peak memory is measured alone:
 
   keep_set        this project's operation, the weight's gradient added to main_grad
   keep_set_dense  the same, a dense weight gradient returned
   dense_masked    all logits [T, V] at once, those outside the sets masked, log-softmax in place: what Megatron-based trainers do
   chunked         logits in vocabulary chunks, kept ones picked into a padded [T, K] table: no [T, V], but all its arithmetic
 
-The dense arms add their weight gradient to main_grad in place, and touch each number as few times as they can. All arms get the
-same inputs, and the script stops if their log-probs differ. The floor is the time to move the kept rows once and their gradients
-once (per token and kept id, singletons excepted), at the bandwidth of a large copy.
+The dense arms add their weight gradient to main_grad in place, with as few reads and writes as possible. All arms get the same
+inputs, and the script stops if their log-probs differ. The floor is the time to move the kept rows once and their gradients once
+(per token and kept id, singletons excepted), at the bandwidth of a large copy.
 
-On a machine that others use too, wall-clock times measure them: `OMP_NUM_THREADS=1 ... --clock cpu` counts this process's own
-time.
+On a shared machine, wall-clock times include the load of others: `OMP_NUM_THREADS=1 ... --clock cpu` measures the CPU time of
+this process.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Problem:
 
 
 def problems(quick: bool, full: bool, sets: list[str]) -> list[Problem]:
-    """The last published one is the headline; flat sets are as large as the logits, so that they get fewer tokens."""
+    """The headline is the last published one. Flat sets are as large as the logits, so they get fewer tokens."""
     if quick:
         chosen = [Problem(name, 32, 700, 16) for name in SETS]
     else:
@@ -81,12 +81,12 @@ def set_sizes(problem: Problem) -> Tensor:
 
 
 def make_inputs(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Ids of each set drawn without repetition from a Zipf distribution whose ranks are spread over the vocabulary."""
+    """Samples the ids of each set without repetition from a Zipf distribution whose ranks are spread over the vocabulary."""
     torch.manual_seed(0)
     num_tokens, vocab_size, width = problem.num_tokens, problem.vocab_size, problem.hidden_size
     sizes = set_sizes(problem)
     frequency = (1.0 / torch.arange(1, vocab_size + 1))[torch.randperm(vocab_size)]
-    kept = [_draw(frequency, size, problem.sets == "all_flat") for size in sizes.tolist()]
+    kept = [_sample_ids(frequency, size, problem.sets == "all_flat") for size in sizes.tolist()]
     targets = torch.stack([ids[0] if len(ids) else torch.randint(vocab_size, ()) for ids in kept])
     return {
         "hidden": torch.randn(num_tokens, width).to(dtype),
@@ -98,7 +98,7 @@ def make_inputs(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def _draw(frequency: Tensor, size: int, flat: bool) -> Tensor:
+def _sample_ids(frequency: Tensor, size: int, flat: bool) -> Tensor:
     """int64 [size], distinct ids in random order."""
     if size == 0 or flat:
         return torch.randperm(len(frequency))[:size]
@@ -222,7 +222,7 @@ RUN: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 
 
 def measure_arm(arm: str, path: str, device: str, clock: str, repeats: int) -> dict:
-    """Measure one arm in its own process.
+    """Measure one arm in this process.
 
     Returns:
         Seconds of each repetition, peak bytes above the inputs, and what is needed to compare the arms.
@@ -305,7 +305,9 @@ def run_problem(problem: Problem, arguments: argparse.Namespace, bandwidth: floa
         row = {**asdict(problem), **describe(inputs), "floor_seconds": floor_seconds(inputs, bandwidth), "arms": {}}
         del inputs
         measured = {
-            arm: _in_own_process(arm, path, arguments) for arm in ARMS if problem.sets == "published" or arm != "dense_masked"
+            arm: _in_separate_process(arm, path, arguments)
+            for arm in ARMS
+            if problem.sets == "published" or arm != "dense_masked"
         }
     _check_that_arms_agree(measured, 1e-3 if arguments.dtype == "fp32" else 0.1)
     for arm, result in measured.items():
@@ -313,7 +315,7 @@ def run_problem(problem: Problem, arguments: argparse.Namespace, bandwidth: floa
     return row
 
 
-def _in_own_process(arm: str, path: str, arguments: argparse.Namespace) -> dict:
+def _in_separate_process(arm: str, path: str, arguments: argparse.Namespace) -> dict:
     repeats = arguments.repeats if arm in ("dense_masked", "chunked") else 5 * arguments.repeats
     command = [sys.executable, __file__, "--arm", arm, "--inputs", path, "--repeats", str(repeats)]
     command += ["--device", arguments.device, "--clock", arguments.clock]
@@ -344,7 +346,7 @@ def describe(inputs: dict[str, Tensor]) -> dict:
 
 
 def headline(rows: list[dict]) -> dict:
-    """The ratios of the last published row, and the worst of the adversarial ones, of those that were run."""
+    """The ratios of the last published row, and the worst ratio of the adversarial rows, as far as they were run."""
     ratios, published, adversarial = (
         {},
         [row for row in rows if row["sets"] == "published"],
@@ -383,20 +385,18 @@ def print_row(row: dict) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the table and the ratios there")
+    parser.add_argument("--json", type=Path, help="also write the table and the ratios to this file")
     parser.add_argument("--full", action="store_true", help="H = 4096 too; takes minutes in the dense arms")
-    parser.add_argument("--quick", action="store_true", help="tiny inputs, to see that the script works")
+    parser.add_argument("--quick", action="store_true", help="tiny inputs, to try the script")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="only these")
-    parser.add_argument(
-        "--clock", default="wall", choices=("wall", "cpu"), help="cpu: this process's own time, of all its threads"
-    )
+    parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="cpu: CPU time of this process, all threads")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)
     parser.add_argument(
         "--repeats",
         type=int,
         default=2,
-        help="of the dense arms, after one run to warm up (0: that run counts); five times as many of the others",
+        help="runs of the dense arms after one warm-up run (0: measure that run); the other arms run five times as often",
     )
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--inputs", help=argparse.SUPPRESS)

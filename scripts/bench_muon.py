@@ -1,16 +1,16 @@
-"""Muon's optimizer step beside AdamW's and naive Muon's, measured on two CPU processes; and its work at scale, from its own plan.
+"""Muon's optimizer step compared with AdamW's and naive Muon's, measured on two CPU processes; and its work at scale, computed.
 
     python scripts/bench_muon.py [--json FILE] [--quick] [--repeats N]
 
-Measured, at DP 2 and at TP 2 on the demo's model: the seconds of one optimizer step (gradient norm, update, gathering of the
-weights; the median over the steps, of each the slowest rank's). Arms: adamw, Megatron's distributed optimizer; muon, this
+Measured, at DP 2 and at TP 2 on the demo's model: the seconds of one optimizer step (gradient norm, update, all-gather of the
+weights; the median over the steps of the slowest rank's time). Arms: adamw, Megatron's distributed optimizer; muon, this
 project's; naive_muon, the same but every rank gathers all gradients and orthogonalises everything.
 
-Planned, for Qwen3-235B and Kimi-K2 from 32 to 1024 ranks (TP 4, PP 8, EP 4, the rest data parallel): the work and the traffic of
-the busiest rank of a middle stage in one step. The plan is the one that the optimizer runs by; nothing is measured there. "/
-mean" is the busiest rank's whole work over the mean; "in step" the sum of each round's busiest rank over it, the time if no rank
-ran ahead into the next round; "largest" the largest parameter, which one rank does whole: the work cannot be shared more evenly
-than that.
+Computed, for Qwen3-235B and Kimi-K2 from 32 to 1024 ranks (TP 4, PP 8, EP 4, the rest data parallel): the work and the traffic of
+the busiest rank of a middle stage in one step. This is the assignment that the optimizer uses; nothing is measured there.
+"/ mean" is the busiest rank's total work over the mean; "in step" is the sum of each round's busiest rank over the mean: the time
+if no rank ran ahead into the next round; "largest" is the largest parameter, which one rank does alone: the work cannot be
+balanced better than that.
 """
 
 import argparse
@@ -47,7 +47,7 @@ UNEVEN = {"Qwen3-235B-A22B": (11, 11), "Kimi-K2": (7, 6)}
 
 
 class NaiveMuon(DistributedMuon):
-    """Every rank gathers everything, orthogonalises everything, and keeps its pieces of it."""
+    """Every rank gathers and orthogonalises all parameters, and keeps its pieces."""
 
     def __init__(self, settings, rounds, pieces: Sequence[Piece], group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(settings, rounds, pieces, group, device)
@@ -102,13 +102,13 @@ def measure(rank: int, layout: Layout, arm: str, repeats: int, architecture: dic
 
 
 def measured(turns: int, repeats: int, architecture: dict) -> dict[str, dict[str, float]]:
-    """Median seconds by layout and arm; arms take turns, so that a slow minute of the machine meets all of them."""
+    """Median seconds by layout and arm; arms take turns, so that a slow minute of the machine affects all of them."""
     found: dict[str, dict[str, list[float]]] = {name: {arm: [] for arm in ARMS} for name in LAYOUTS}
-    with RankPool(2) as world:
+    with RankPool(2) as pool:
         for _ in range(turns):
             for name, layout in LAYOUTS.items():
                 for arm in ARMS:
-                    found[name][arm] += world.run(measure, layout, arm, repeats, architecture)[0]
+                    found[name][arm] += pool.run(measure, layout, arm, repeats, architecture)[0]
     return {name: {arm: median(times) for arm, times in arms.items()} for name, arms in found.items()}
 
 
@@ -162,7 +162,7 @@ def planned(name: str, config: dict, world_sizes: Sequence[int]) -> list[dict[st
 
 
 def busiest_over_mean(config: dict, ranks: int) -> float:
-    """With `ranks` replicas of the whole model."""
+    """With `ranks` replicas of the full model."""
     placement = Placement(ParameterTable(config), Layout(ranks))
     loads = loads_of(assign_rounds(stage_tasks(placement, 0, NEWTON_SCHULZ_STEPS), ranks, ELEMENTS_PER_RANK), ranks)
     return max(loads) * ranks / sum(loads)
@@ -170,8 +170,8 @@ def busiest_over_mean(config: dict, ranks: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--quick", action="store_true", help="see that it runs: two layers, one step, small plans")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--quick", action="store_true", help="to try the script: two layers, one step, few ranks")
     parser.add_argument("--repeats", type=int, default=10, help="steps of each arm in each of three turns")
     asked = parser.parse_args()
     published = json.loads((ROOT / "tests" / "data" / "published_configs.json").read_text())

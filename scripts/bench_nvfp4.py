@@ -1,17 +1,17 @@
-"""What NVFP4 costs a training step, and what it saves on the wire.
+"""What NVFP4 adds to a training step, and what it saves in a weight update.
 
     python scripts/bench_nvfp4.py [--config CONFIG] [--tokens 1024 4096 32768] [--repeats 5] [--json FILE]
         [--section.key value ...]
 
-Trains the config's model (the demo's unless told otherwise) on one rank, on random rollouts, with whole weights and with weights
-that go through NVFP4 (`precision.training = "qat"`): steps of the two engines alternate, in this one process. Then an update of a
-rollout server is packed as the sender does it, once in bf16 and once in NVFP4, and the bytes of the quantised matrices are
-counted in its buffers.
+Trains the config's model (default: the demo's) on one rank, on random rollouts, with full-precision weights and with weights that
+are quantised to NVFP4 and back (`precision.training = "qat"`): steps of the two engines alternate in one process. Then a weight
+update is packed as the sender packs it, once in bf16 and once in NVFP4, and the bytes of the quantised matrices in its buffers
+are counted.
 
-Seconds are those of the processor, on all threads (nothing waits here; the clock on the wall counts other people's work, too).
-step_cost_share is the median of a quantised step over that of a whole one, less 1, at the largest number of tokens. The script
-stops when a step quantises a matrix more than once, or when the model has more than four times the weights that a token uses: the
-cost is a matter of weights, a step one of tokens, so that a sparser model would need more tokens for the same share.
+Seconds are CPU time of all threads (nothing waits here; wall-clock time would include the load of others). step_cost_share is
+the median of a quantised step over that of a full-precision step, minus 1, at the largest number of tokens. The script stops when
+a step quantises a matrix more than once, or when the model has more than four times as many weights as a token uses: the cost of
+quantising grows with the weights, that of a step with the tokens, so a sparser model would need more tokens for the same share.
 """
 
 import argparse
@@ -38,13 +38,13 @@ from megatron_rl.wire.tensor_spec import TensorSpec
 from megatron_rl.wire.weights import pack_bucket, plan_buckets
 
 LARGEST_RATIO = 4.0
-"""Of all weights to those that one token uses."""
-FRAMED_AT = 64 << 20
-"""Bytes of a bucket, as weight_sync.bucket_mib has it."""
+"""Ratio of all weights to those that one token uses."""
+BUCKET_BYTES = 64 << 20
+"""The default of weight_sync.bucket_mib."""
 
 
 class Quantising:
-    """Stands in for the engine's fake_quantise: the same, with its seconds, and which matrices it was given."""
+    """Replaces the engine's fake_quantise: computes the same, and records its seconds and which matrices it was given."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -58,14 +58,14 @@ class Quantising:
         return values
 
     def read(self) -> tuple[float, int]:
-        """Seconds since the last time, and how often a matrix came again."""
+        """Seconds since the last call, and how many matrices were given more than once."""
         seconds, again = self._seconds, len(self._seen) - len(set(self._seen))
         self._seconds, self._seen = 0.0, []
         return seconds, again
 
 
 def steps(engines: dict, config: Config, table: ParameterTable, num_tokens: int, repeats: int) -> dict[str, float]:
-    """Median seconds of a step with whole and with quantised weights, and of the quantisation in the latter."""
+    """Median seconds of a step with full-precision and with quantised weights, and of the quantisation in the latter."""
     microbatches, denominators = random_microbatches(config, table, num_tokens)
     quantising = quantisation.fake_quantise
     seconds: dict[str, list[float]] = {arm: [] for arm in (*engines, "quantising")}
@@ -85,7 +85,7 @@ def steps(engines: dict, config: Config, table: ParameterTable, num_tokens: int,
 def wire_bytes(engines: dict, quantised: Selection) -> dict[str, float]:
     """Bytes of the quantised matrices in NVFP4, divided by those in bf16.
 
-    Of their tensors alone, and of the buffers that are broadcast, with alignment and checksums.
+    Once of their tensors alone, and once of the buffers that are broadcast, with alignment and checksums.
     """
     modules = {name.rpartition(".")[0] for name in quantised.group_of}
     packed, plain = (
@@ -98,10 +98,10 @@ def wire_bytes(engines: dict, quantised: Selection) -> dict[str, float]:
 
 
 def sent(tensors: list[tuple[str, Tensor]]) -> tuple[int, int]:
-    """Bytes of the tensors, and of the buckets that the Gloo sender makes of them."""
+    """Bytes of the tensors, and of the buckets that the Gloo sender packs them into."""
     specs = [TensorSpec.of(name, tensor) for name, tensor in tensors]
     by_name, framed = dict(tensors), 0
-    for bucket in plan_buckets(specs, FRAMED_AT):
+    for bucket in plan_buckets(specs, BUCKET_BYTES):
         buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
         pack_bucket(bucket, [by_name[spec.name] for spec in bucket.specs], buffer)
         framed += buffer.numel()
@@ -114,7 +114,8 @@ def measure(config: Config, tokens: list[int], repeats: int) -> dict:
     ratio = table.num_parameters / table.num_active_parameters
     if ratio > LARGEST_RATIO:
         raise SystemExit(
-            f"the model has {ratio:.2f} times the weights that a token uses, more than {LARGEST_RATIO:g}; use fewer experts"
+            f"the model has {ratio:.2f} times the weights that a token uses, more than {LARGEST_RATIO:g};"
+            " choose a config with fewer experts"
         )
     with TemporaryDirectory() as folder:
         groups = start_process(config, 0, store=dist.FileStore(f"{folder}/store", 1))
@@ -142,7 +143,7 @@ def measure(config: Config, tokens: list[int], repeats: int) -> dict:
 
 
 def show(found: dict) -> None:
-    print(f"{'tokens':>8}{'microbatches':>14}{'whole ms':>11}{'NVFP4 ms':>11}{'quantising ms':>15}{'cost':>8}")
+    print(f"{'tokens':>8}{'microbatches':>14}{'full ms':>11}{'NVFP4 ms':>11}{'quantising ms':>15}{'cost':>8}")
     for row in found["steps"]:
         numbers = "".join(
             f"{1e3 * row[key]:{width}.1f}" for key, width in (("full_s", 11), ("nvfp4_s", 11), ("quantising_s", 15))
@@ -156,12 +157,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=DEMO)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 32768], help="of a step")
-    parser.add_argument("--repeats", type=int, default=5, help="steps of each arm, after one to warm up")
-    parser.add_argument("--json", type=Path, help="write the numbers there")
+    parser.add_argument("--repeats", type=int, default=5, help="steps of each arm after one warm-up step")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     arguments, overrides = parser.parse_known_args()
     one_rank = ["--layout.world_size", "1", "--layout.expert", "1", "--metrics.entropy_full_tokens", "0"]
     config = load_config(arguments.config, [*overrides, *one_rank])
-    warnings.filterwarnings("ignore")  # Megatron's, of parts that a CPU lacks
+    warnings.filterwarnings("ignore")  # Megatron's warnings of parts that a CPU lacks
     torch.manual_seed(0)
     found = measure(config, arguments.tokens, arguments.repeats)
     show(found)

@@ -1,8 +1,8 @@
-"""The output layer's share of a training step: with the keep-set log-softmax, and with the dense masked one that it replaces.
+"""The output layer's share of a training step: with the keep-set log-softmax and with the dense masked log-softmax.
 
     python scripts/bench_output_layer.py [--config CONFIG] [--tokens 4096] [--repeats 5] [--json FILE] [--section.key value ...]
 
-Trains the config's model (the demo's unless told otherwise; a wider one: --model.architecture.vocab_size 32768) on one rank with
+Trains the config's model (default: the demo's; for a larger one: --model.architecture.vocab_size 32768) on one rank with
 Megatron's own forward pass, backward pass and optimizer, on random rollouts whose keep-sets have the published shape (half of
 them singletons). Only the function from hidden states to log-probabilities differs between the two, and the steps alternate
 between them; the script stops if their gradient norms or entropies differ.
@@ -42,7 +42,7 @@ LogProbs = Callable[..., KeepSetOutput]
 def dense_masked(
     hidden: Tensor, weight: Tensor, sets: KeepSets, *, temperature: Tensor, vocab_size: int, **_: object
 ) -> KeepSetOutput:
-    """All logits [N, V], those outside of the sets masked, log-softmax: what Megatron-based trainers do. Zeros without a loss."""
+    """All logits [N, V], those outside the sets masked, log-softmax: what Megatron-based trainers do. Zeros without a loss."""
     kept = torch.zeros(len(hidden), len(weight), dtype=torch.bool)
     rows = torch.repeat_interleave(torch.arange(len(hidden)), sets.keep_offsets.diff())
     kept[rows, sets.keep_ids.long()] = True
@@ -115,7 +115,7 @@ def measure(config: Config, num_tokens: int, repeats: int) -> dict[str, dict[str
                 computed[arm] = [metrics[name].value for name in ("grad_norm", "entropy_keep_set")]
         engine.close()
         dist.destroy_process_group()
-    # Rounding of fp32, and of bf16 models' gradients.
+    # The tolerance covers rounding of fp32, and of gradients of bf16 models.
     if not np.allclose(computed["keep_set"], computed["dense_masked"], rtol=1e-3):
         raise SystemExit(f"the arms differ in gradient norm or entropy: {computed}")
     names = ("output_layer_s", "step_s")
@@ -126,8 +126,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=DEMO)
     parser.add_argument("--tokens", type=int, default=4096, help="of a step")
-    parser.add_argument("--repeats", type=int, default=5, help="steps of each arm, after one to warm up")
-    parser.add_argument("--json", type=Path, help="write the numbers there")
+    parser.add_argument("--repeats", type=int, default=5, help="steps of each arm after one warm-up step")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     arguments, overrides = parser.parse_known_args()
     one_rank = ["--layout.world_size", "1", "--layout.expert", "1", "--metrics.entropy_full_tokens", "0"]
     config = load_config(arguments.config, [*overrides, *one_rank])

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job on this machine: sets everything up, then trains a tiny MoE by asynchronous RL. About 15 minutes on two cores.
+# The demo: sets up the environment, then trains a tiny MoE by asynchronous RL. About 15 minutes on two cores.
 #
 #   bash scripts/demo.sh
 #   bash scripts/demo.sh --resume                          # resume after Ctrl-C

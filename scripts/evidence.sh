@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The experiment behind sampling distribution replay, small enough for two cores: arms that differ in one thing, over several seeds, all
-# from one starting policy. Ends in a table and one report. Finished runs are skipped and interrupted ones resumed when it is called again.
+# The experiment on sampling distribution replay, small enough for two cores: arms that differ in one setting, over several seeds, all
+# from one starting policy. Writes a table and a report. When it is called again, it skips finished runs and resumes interrupted ones.
 #
-#   bash scripts/evidence.sh                               # all of it
+#   bash scripts/evidence.sh                               # arms a to e
 #   bash scripts/evidence.sh --arms a,c --seeds 1 --steps 40 --folder runs/quick
-#   bash scripts/evidence.sh --arms c,f,g,h --folder runs/nvfp4        # NVFP4, which is not among "all of it"
+#   bash scripts/evidence.sh --arms c,f,g,h --folder runs/nvfp4        # NVFP4
 #
 #   --arms    a  full sampling, top_p = 1
-#             b  top_p < 1, the trainer normalises over the whole vocabulary
+#             b  top_p < 1, the trainer normalises over the full vocabulary
 #             c  top_p < 1, the trainer normalises over the recorded keep-sets
 #             d  (c) with Muon
 #             e  (c) without routing replay
@@ -17,7 +17,7 @@
 #   --seeds   of prompts and sampling; each seed runs all arms before the next one begins
 #   --steps   of each run
 #   --jobs    runs at a time; a run keeps about one core busy
-#   --folder  runs lie in FOLDER/ARM-seedN, the table in FOLDER/table.md, the report in FOLDER/report.html
+#   --folder  runs are in FOLDER/ARM-seedN, the table in FOLDER/table.md, the report in FOLDER/report.html
 set -euo pipefail
 ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 501)) || { echo "evidence: bash $BASH_VERSION; 5.1 or later is needed (wait -n -p)" >&2; exit 2; }
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -33,14 +33,14 @@ while (($#)); do
         *) echo "evidence: unknown option $1; see bash scripts/evidence.sh --help" >&2; exit 2 ;;
     esac
 done
-[[ $arms =~ ^[a-h](,[a-h])*$ ]] || { echo "evidence: --arms $arms: letters from a to h, with commas between" >&2; exit 2; }
-[[ $seeds =~ ^[0-9]{1,9}(,[0-9]{1,9})*$ ]] || { echo "evidence: --seeds $seeds: numbers, with commas between" >&2; exit 2; }
+[[ $arms =~ ^[a-h](,[a-h])*$ ]] || { echo "evidence: --arms $arms: must be letters from a to h, separated by commas" >&2; exit 2; }
+[[ $seeds =~ ^[0-9]{1,9}(,[0-9]{1,9})*$ ]] || { echo "evidence: --seeds $seeds: must be integers, separated by commas" >&2; exit 2; }
 for option in arms seeds; do
     twice=$(tr , '\n' <<<"${!option}" | sort | uniq -d)
     [[ -z $twice ]] || { echo "evidence: --$option ${!option}: $twice is given twice" >&2; exit 2; }
 done
-[[ $steps =~ ^[1-9][0-9]{0,6}$ ]] || { echo "evidence: --steps $steps: a whole number above 0" >&2; exit 2; }
-[[ $jobs =~ ^[1-9][0-9]{0,2}$ ]] || { echo "evidence: --jobs $jobs: a whole number above 0" >&2; exit 2; }
+[[ $steps =~ ^[1-9][0-9]{0,6}$ ]] || { echo "evidence: --steps $steps: must be an integer above 0" >&2; exit 2; }
+[[ $jobs =~ ^[1-9][0-9]{0,2}$ ]] || { echo "evidence: --jobs $jobs: must be an integer above 0" >&2; exit 2; }
 
 bash scripts/setup.sh
 bin=${VENV:-.venv}/bin
@@ -54,15 +54,15 @@ overrides_of() {
         d) echo --optimizer.name muon ;;
         e) echo --objective.routing_replay false ;;
         f) echo --precision.training qat --precision.rollouts nvfp4 ;;
-        g) echo --precision.rollouts nvfp4 --weight_sync.probe_tolerance 100.0 ;; # that the probes differ is what is to be seen
+        g) echo --precision.rollouts nvfp4 --weight_sync.probe_tolerance 100.0 ;; # the probes differ: this arm shows by how much
         h) echo "--precision.training qat --precision.rollouts nvfp4 --precision.modules=[\"experts\"]" ;;
     esac
 }
-# A run that ends, whole or stopped, leaves its number of steps in summary.json.
+# A run that ends, finished or stopped, leaves its number of steps in summary.json.
 steps_done() { sed -n 's/.*"steps": \([0-9]*\).*/\1/p' "$folder/$1/summary.json" 2>/dev/null || true; }
 finished() { [[ $(steps_done "$1") -ge $2 ]]; }
 
-# train NAME STEPS OVERRIDES...: starts the run, or resumes it where it was interrupted. Its output goes to FOLDER/NAME.log. It gets its own
+# train NAME STEPS OVERRIDES...: starts the run, or resumes it where it was interrupted. Its output goes to FOLDER/NAME.log. It runs in its own
 # session: Ctrl-C reaches this script alone, which signals each run once; a run that is signalled twice stops without saving.
 train() {
     local name=$1 last=$2 from=$config resume=()
@@ -80,7 +80,7 @@ stop() {
 }
 trap stop INT TERM HUP
 
-# Runs are resumed with the configuration that they started with; those of another experiment must not stand in the same table.
+# Runs are resumed with the configuration that they started with; runs of another experiment must not be in the same table.
 mkdir -p "$folder"
 if [[ -f $folder/experiment.toml ]]; then
     cmp -s "$config" "$folder/experiment.toml" || { echo "evidence: $folder was started with another version of $config (its experiment.toml); give another --folder" >&2; exit 2; }
@@ -90,7 +90,7 @@ else
     cp "$config" "$folder/experiment.toml"
 fi
 
-# One policy for all: the supervised start of a run that ends after its first step.
+# One starting policy for all runs: the supervised start of a run that ends after its first step.
 if ! finished start 1; then
     echo "evidence: the starting policy, about two minutes"
     train start 1 &

@@ -1,8 +1,8 @@
-"""The table of scripts/evidence.sh, of whatever runs are finished.
+"""Prints the table of scripts/evidence.sh, of the runs that are finished.
 
     python scripts/evidence_table.py runs/evidence --arms a,b,c --seeds 1,2,3 --steps 100
 
-A run is finished when its metrics.jsonl holds all steps. Those that are not are named below the table; the status is 1 then.
+A run is finished when its metrics.jsonl holds all steps. The others are named below the table, and the exit status is then 1.
 """
 
 import argparse
@@ -36,16 +36,16 @@ def finished_rows(folder: Path, steps: int) -> list[Row] | None:
 def some_arms(text: str) -> list[str]:
     arms = text.split(",")
     if unknown := [arm for arm in arms if arm not in ARMS]:
-        raise argparse.ArgumentTypeError(f"unknown arm {', '.join(map(repr, unknown))}; there are {', '.join(ARMS)}")
+        raise argparse.ArgumentTypeError(f"unknown arm {', '.join(map(repr, unknown))}; use {', '.join(ARMS)}")
     return arms
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="evidence_table.py", description="Prints the arms of the experiment side by side.")
-    parser.add_argument("folder", type=Path, help="holds a folder for each run: a-seed1, ...")
+    parser.add_argument("folder", type=Path, help="has a folder for each run: a-seed1, ...")
     parser.add_argument("--arms", default=",".join(ARMS), type=some_arms)
     parser.add_argument("--seeds", default="1,2,3", type=lambda text: text.split(","))
-    parser.add_argument("--steps", required=True, type=int, help="of a whole run")
+    parser.add_argument("--steps", required=True, type=int, help="of a finished run")
     args = parser.parse_args(argv)
     runs = {arm: {seed: finished_rows(args.folder / f"{arm}-seed{seed}", args.steps) for seed in args.seeds} for arm in args.arms}
     table = arms_table({ARMS[arm]: [rows for rows in of_arm.values() if rows] for arm, of_arm in runs.items()})

@@ -5,7 +5,7 @@
 set -euo pipefail
 version=${1:?usage: find_python.sh X.Y}
 
-# A pyenv shim exists for every version that any of its Pythons has, so a name is not enough: it must run.
+# A pyenv shim may exist for a version that is not active, so the name is not enough: it must run.
 runs() { [[ $("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) == "$version" ]]; }
 
 pyenv_root=${PYENV_ROOT:-$(pyenv root 2>/dev/null || echo "${HOME:-/nonexistent}/.pyenv")}

