@@ -55,7 +55,7 @@ class WorstToken:
     place: int
     """Among the completion's tokens."""
     position: int
-    """In the whole sequence."""
+    """Position in the sequence, prompt included."""
     token: int
     text: str
     set_size: int
@@ -165,7 +165,7 @@ def _named(d: Mapping[str, np.ndarray], record: StepRecord, hypotheses: Sequence
     for hypothesis in (h for h in hypotheses if h.name in d):
         judged = ~np.isnan(d[LEFT])
         if hypothesis.scoring is not None and hypothesis.scoring.route_shift > 0:
-            judged &= ~record.is_last  # its predecessor's row lies behind the recorded ones
+            judged &= ~record.is_last  # its predecessor's row follows the recorded ones
         before, after = (
             float(np.abs(values[judged]).mean()) if judged.any() else np.nan for values in (d[LEFT], d[hypothesis.name])
         )

@@ -67,7 +67,7 @@ def hypotheses(model: ModelArchitecture, record: StepRecord, left: Scoring) -> l
     sampled_at = ", ".join(f"{value:g}" for value in temperatures)
     return [
         tried("routes are shifted: tokens go to the experts of the token before them", shift, route_shift=1),
-        tried("routes are shifted: tokens go to the experts of the token behind them", shift, route_shift=-1),
+        tried("routes are shifted: tokens go to the experts of the token after them", shift, route_shift=-1),
         tried(
             f"temperature is applied on one side: sampled at {sampled_at}, and the trainer does not score at it",
             tempered,

@@ -1,6 +1,6 @@
 """`megatron-rl check`: all stages on a small copy of the user's run.
 
-A stage that fails does not keep the next ones from running.
+The next stages run even if one fails.
 """
 
 import os
@@ -40,7 +40,7 @@ Announce = Callable[[str], None]
 def check(
     config: Config, *, fault: str | None = None, with_server: bool = True, announce: Announce = lambda line: None
 ) -> CheckReport:
-    """Runs all stages in local processes on the CPU, which have ended when it returns.
+    """Runs all stages in local processes on the CPU; they have exited when it returns.
 
     Args:
         config: The user's run; a small copy of it is checked.
@@ -95,7 +95,7 @@ def run_stages(
         announce: Called with one line before each stage.
 
     Returns:
-        One result a stage, in the order of `STAGES`.
+        One result per stage, in the order of `STAGES`.
     """
     proofs: dict[str, Callable[[], Sequence[Measurement]]] = {
         "conversion": lambda: stages.conversion(subject, layout_pool, fault),
@@ -115,4 +115,4 @@ def _run(name: str, proof: Callable[[], Sequence[Measurement]], announce: Announ
         measured = tuple(proof())
     except (CaseFailedError, ProcessError, ServerError, ContractError, UserError, RunError, ValueError) as error:
         note = str(error)
-    return StageResult(name, STAGES[name], measured, broke_off=bool(note), note=note, seconds=time.monotonic() - began)
+    return StageResult(name, STAGES[name], measured, aborted=bool(note), note=note, seconds=time.monotonic() - began)

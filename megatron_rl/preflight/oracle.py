@@ -1,4 +1,4 @@
-"""The judge of every number: transformers' own model in float64, one sequence at a time, recorded experts forced."""
+"""The reference of every number: transformers' model in float64, one sequence at a time, with recorded experts forced."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,19 +18,27 @@ from megatron_rl.weight_mapping import ParameterTable, UnknownFamilyError, famil
 
 
 class Choices(TorchFunctionMode):
-    """Within it, every router's choice of experts is noted, and the recorded experts take the place of its own.
+    """A context in which every router's choice of experts is recorded, and recorded experts replace it where they are given.
 
-    A router is a top-k over a matrix [tokens, experts]; whatever it then makes of the chosen scores is left to it, and gradients
-    reach it through them. experts: i64 [tokens, L, K], layers in order; recorded: bool [tokens]; None: the routers choose.
+    A router is a top-k over a matrix [num_tokens, num_experts]. What it computes from the chosen scores is unchanged, so that
+    gradients flow through it.
     """
 
     def __init__(self, num_experts: int, top_k: int, experts: Tensor | None = None, recorded: Tensor | None = None) -> None:
+        """Sets what to force.
+
+        Args:
+            num_experts: Experts of a MoE layer.
+            top_k: Experts per token.
+            experts: Experts to force, i64 [num_tokens, num_moe_layers, top_k], layers in order; None: the routers choose.
+            recorded: Tokens for which they are forced, bool [num_tokens].
+        """
         super().__init__()
         self._shape, self._experts, self._recorded = (num_experts, top_k), experts, recorded
         self.chosen: list[Tensor] = []
-        """Of each MoE layer, [tokens, K]."""
+        """Experts that were used, one i64 [num_tokens, top_k] per MoE layer."""
         self.margin = float("inf")
-        """By how much, at least, an expert was chosen before another."""
+        """Smallest difference between the scores of the last chosen and the first rejected expert."""
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -38,7 +46,7 @@ class Choices(TorchFunctionMode):
         if function not in (torch.topk, Tensor.topk):
             return found
         scores, k = args[0], kwargs["k"] if "k" in kwargs else args[1]
-        if scores.dim() != 2 or (scores.shape[1], k) != self._shape:  # of groups of experts
+        if scores.dim() != 2 or (scores.shape[1], k) != self._shape:  # a top-k over groups of experts
             return found
         return self._choose(scores, found.indices)
 
@@ -56,18 +64,31 @@ class Choices(TorchFunctionMode):
 
 
 class Oracle:
-    """A saved model as transformers reads it."""
+    """A saved model, loaded by transformers."""
 
     def __init__(self, folder: Path) -> None:
-        """UnknownFamilyError for a model that transformers has no class for."""
+        """Loads the model.
+
+        Args:
+            folder: A Hugging Face model folder.
+
+        Raises:
+            UnknownFamilyError: transformers has no class for the model.
+        """
         self._config = read_config(folder)
         self.architecture = ParameterTable(self._config).architecture
         self.model = _load(folder, self._config)
 
     def logits(self, tokens: np.ndarray, experts: np.ndarray | None = None) -> tuple[Tensor, Choices | None]:
-        """f64 [N, V] of one sequence of N tokens, and the choices of its routers (None in a dense model).
+        """Runs one sequence.
 
-        experts: [R, L, K], forced on the first R tokens; the others, and with None all, go where the router sends them.
+        Args:
+            tokens: Ids, [num_tokens].
+            experts: Experts to force on the first R tokens, [R, num_moe_layers, top_k]; the routers choose those of the others,
+                and of all if it is None.
+
+        Returns:
+            Logits, f64 [num_tokens, vocab_size], and the routers' choices; these are None for a dense model.
         """
         moe = self.architecture.moe
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
@@ -79,7 +100,14 @@ class Oracle:
         return logits, choices
 
     def gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        """f64 gradients under the names of a checkpoint: transformers writes them as it would write the weights."""
+        """Gradients of a loss in float64; transformers saves them as it saves weights, which gives the names of a checkpoint.
+
+        Args:
+            loss: Scalar, differentiable with respect to the model's parameters.
+
+        Returns:
+            Gradients by checkpoint name.
+        """
         self.model.zero_grad()
         loss.backward()
         parameters = dict(self.model.named_parameters())
@@ -110,7 +138,14 @@ class Oracle:
 
 
 def check_known_to_transformers(hf_config: Mapping[str, Any]) -> None:
-    """UnknownFamilyError where there is nobody to compare with."""
+    """Checks that transformers has the model's class.
+
+    Args:
+        hf_config: config.json of the model.
+
+    Raises:
+        UnknownFamilyError: It has not, so that there is nothing to compare with.
+    """
     _class_of(hf_config)
 
 
@@ -120,17 +155,17 @@ def _class_of(hf_config: Mapping[str, Any]) -> type[transformers.PreTrainedModel
     if found is None:
         raise UnknownFamilyError(
             f"transformers {transformers.__version__} has no {name} (model_type {hf_config.get('model_type')!r}), so that "
-            "nothing can judge the model; install a version that has it"
+            "the model cannot be compared with a reference; install a version that has it"
         )
     return found
 
 
 def _load(folder: Path, hf_config: Mapping[str, Any]) -> transformers.PreTrainedModel:
     kind = _class_of(hf_config)
-    # The class's own config: a family under another name (kimi_k2) has none. Eager: the fused products know no float64.
+    # The class's config: a family under another name (kimi_k2) has none. Eager: the fused kernels do not support float64.
     assert kind.config_class is not None
     config = kind.config_class(**hf_config)
     config._experts_implementation = "eager"
-    transformers.utils.logging.disable_progress_bar()  # of files that are read in a moment, amid the check's own lines
+    transformers.utils.logging.disable_progress_bar()  # it would mix with the check's output
     model = kind.from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="eager")
     return model.double().eval()

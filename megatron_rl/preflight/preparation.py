@@ -1,4 +1,4 @@
-"""The making of what the checks run on: the small run, its model, its sequences, and the oracle's word on them."""
+"""Prepares a check: the small run, its model, its sequences, and the oracle's values for them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,20 @@ from megatron_rl.weight_mapping.shrink import shrink_model
 
 
 def small_run(config: Config, hf_config: Mapping[str, Any], *, expert_replicas: bool) -> Config:
-    """The run to check. ValueError where the user's own layout does not fit the user's own model, or nobody knows the model."""
+    """Makes the small run that is checked in place of the user's.
+
+    Args:
+        config: The user's run.
+        hf_config: config.json of the user's model.
+        expert_replicas: Whether each expert needs replicas on several ranks.
+
+    Returns:
+        The configuration with the shrunken model and layout.
+
+    Raises:
+        LayoutError: The user's layout does not fit the user's model.
+        UnknownFamilyError: transformers or this program does not know the model.
+    """
     check_known_to_transformers(hf_config)
     layout = config.parallel_layout
     Placement(ParameterTable(hf_config, padded_vocab_size=layout.padded_vocab_size(hf_config["vocab_size"])), layout)
@@ -28,7 +41,15 @@ def small_run(config: Config, hf_config: Mapping[str, Any], *, expert_replicas: 
 
 
 def make_subject(folder: Path, config: Config) -> tuple[Subject, dict[str, Tensor]]:
-    """Model and sequences in `folder` (config: of `small_run`); the oracle's gradients of the plain plan's supervised loss."""
+    """Writes the small model and samples its sequences.
+
+    Args:
+        folder: Where model, payloads and step plans are written.
+        config: Result of `small_run`.
+
+    Returns:
+        The subject, and the oracle's gradients of the plain plan's supervised loss by checkpoint name.
+    """
     write_random_weights(folder / "model", config.model.architecture or {}, seed=config.run.seed)
     oracle = Oracle(folder / "model")
     sampled = {

@@ -1,6 +1,7 @@
-"""What the ranks of a check run: each function is called on every rank of a world, and returns plain values.
+"""What the ranks of a check run: each function is called on every rank of a pool and returns plain values.
 
-Whatever loads Megatron is imported inside functions: the asking process names these functions, and has no stand-in for CUDA.
+Whatever loads Megatron is imported inside functions, because the process that sends these functions to the ranks has no stand-in
+for CUDA.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +55,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Replays:
-    """Log-probs of the same sequences, scored in several ways. routes: None in a dense model."""
+    """Log-probs of the same sequences, scored in several ways. `wrong_experts` is None for a dense model."""
 
     right: Scores
     wrong_experts: Scores | None
@@ -63,7 +64,7 @@ class Replays:
 
 
 class Run:
-    """The policy on this rank, and its share of a plan."""
+    """The policy on this rank, and its part of a step plan."""
 
     def __init__(self, subject: Subject, config: Config, groups: ParallelGroups) -> None:
         from megatron_rl.trainer.model_folder import open_model
@@ -77,7 +78,15 @@ class Run:
         return self._spool.read_plan(name)
 
     def microbatches(self, name: str, **switches: Any) -> list[Microbatch]:
-        """This rank's microbatches of a plan; switches: options of the assembly that differ from the run's."""
+        """This rank's microbatches of a step plan.
+
+        Args:
+            name: Name of the step plan.
+            **switches: Fields of AssemblyOptions that differ from the run's.
+
+        Returns:
+            The microbatches.
+        """
         from megatron_rl.trainer.model_folder import assembly_options
 
         options = replace(assembly_options(self.config, self.engine), **switches)
@@ -86,7 +95,7 @@ class Run:
 
 @contextmanager
 def opened(subject: Subject, config: Config, fault: str | None) -> Iterator[Run]:
-    """A fresh engine at the config's layout. Determinism is as the config wants it."""
+    """A new engine with the layout and determinism of the configuration."""
     set_determinism(config.run.deterministic)
     with injected_fault(fault), parallel_layout(config.parallel_layout) as groups:
         run = Run(subject, config, groups)
@@ -95,7 +104,7 @@ def opened(subject: Subject, config: Config, fault: str | None) -> Iterator[Run]
 
 
 def forward(_rank: int, subject: Subject, config: Config, fault: str | None) -> Forward:
-    """Of the plain plan, experts as the live routers choose."""
+    """Scores the plain plan with the experts that the routers choose, and computes the gradients of the supervised loss."""
     from megatron_rl.engine.diagnostics import full_gradients
 
     with opened(subject, config, fault) as run:
@@ -110,7 +119,7 @@ def forward(_rank: int, subject: Subject, config: Config, fault: str | None) -> 
 
 
 def step(_rank: int, subject: Subject, config: Config, fault: str | None) -> Step:
-    """Of the replayed plan: scores, gradients and one update of the run's own objective."""
+    """Scores the replayed plan, computes the gradients of the run's objective and makes one optimizer step."""
     from megatron_rl.engine.diagnostics import full_gradients
 
     with opened(subject, config, fault) as run:
@@ -123,7 +132,7 @@ def step(_rank: int, subject: Subject, config: Config, fault: str | None) -> Ste
 
 
 def replays(_rank: int, subject: Subject, config: Config, fault: str | None) -> Replays:
-    """Of the replayed plan, as it is and with one thing wrong at a time."""
+    """Scores the replayed plan with all replays, and with one of them missing or wrong at a time."""
     with opened(subject, config, fault) as run:
         moe = run.engine.table.architecture.moe
         recorded = run.microbatches(subject.plans[REPLAYED])
@@ -140,20 +149,20 @@ def replays(_rank: int, subject: Subject, config: Config, fault: str | None) -> 
 
 
 def loaded_weights(_rank: int, subject: Subject, config: Config, fault: str | None) -> dict[str, Tensor]:
-    """What rank 0 gathers from all ranks after each has loaded its part."""
+    """The full weights, gathered to rank 0 after each rank has loaded its shards."""
     with opened(subject, config, fault) as run:
         return copied(run.engine.hf_tensors())
 
 
 def scores_of(_rank: int, subject: Subject, config: Config, fault: str | None, plan: str) -> Scores:
-    """Log-probs of the loss tokens of a plan."""
+    """Log-probs of the loss tokens of a step plan."""
     with opened(subject, config, fault) as run:
         microbatches = run.microbatches(plan)
         return by_sequence(microbatches, [s.log_probs for s in run.engine.score(microbatches)])
 
 
 def publish(rank: int, subject: Subject, config: Config, fault: str | None, url: str, key: str, version: int) -> dict[str, str]:
-    """The ranks gather, rank 0 sends to the server. On rank 0, name and reason if the server does not hold it; {} otherwise."""
+    """Gathers the weights and sends them from rank 0 to the server. Returns the failed server's address and reason on rank 0."""
     from megatron_rl.trainer.publisher import PolicySource
 
     with opened(subject, config, fault) as run:
@@ -173,12 +182,12 @@ def publish(rank: int, subject: Subject, config: Config, fault: str | None, url:
 
 
 def copied(tensors: WeightExport) -> dict[str, Tensor]:
-    """On rank 0; {} elsewhere, after having taken part."""
+    """Copies of the gathered tensors on rank 0; {} on other ranks, which have to take part."""
     return {name: tensor.clone() for name, tensor in tensors if tensor is not None}
 
 
 def by_sequence(microbatches: Sequence[Microbatch], values: Sequence[np.ndarray]) -> Scores:
-    """Values at each sequence's loss tokens; a sequence without any is left out."""
+    """Values of the loss tokens by sequence; sequences without loss tokens are left out."""
     return {
         int(number): of_one[microbatch.loss_mask & (microbatch.sequence == number)]
         for microbatch, of_one in zip(microbatches, values, strict=True)

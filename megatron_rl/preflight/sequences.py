@@ -1,4 +1,4 @@
-"""Sequences sampled by the oracle: rollouts whose log-probs, keep-sets and experts are right in float64."""
+"""Sequences sampled from the oracle: rollouts whose log-probs, keep-sets and experts are computed in float64."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,14 +14,14 @@ from megatron_rl.records import PlanEntry, RaggedIds, Rollout, Sampling, StepPla
 
 NUM_SEQUENCES = 8
 _UNTRUNCATED, _WITH_TOOL_TOKENS, _WITHOUT_LOSS = 3, 5, 6
-"""Numbers of the sequences that are different from the others."""
+"""Numbers of the sequences that differ from the others in one feature."""
 _MIN_MARGIN = 1e-4
-"""A router that chooses by less than this in float64 may choose otherwise in float32; such a sequence is drawn anew."""
+"""A router that chooses by less than this in float64 may choose differently in float32; such a sequence is sampled again."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A rollout, and what the oracle gives for its loss tokens."""
+    """A rollout, and the oracle's values of its loss tokens."""
 
     rollout: Rollout
     log_probs: np.ndarray  # f64 [loss tokens]
@@ -29,7 +29,17 @@ class Scored:
 
 
 def sample_sequences(oracle: Oracle, sampling: Sampling, seed: int, *, forced_experts: bool) -> list[Scored]:
-    """Lengths, prompts and, where they are forced, experts are random; otherwise the recorded experts are the routers' own."""
+    """Samples sequences with random prompts and lengths.
+
+    Args:
+        oracle: The model to sample from.
+        sampling: Sampling parameters; one sequence is sampled without top-p and top-k.
+        seed: Of the random generator.
+        forced_experts: Whether the experts are random instead of the routers' choice.
+
+    Returns:
+        NUM_SEQUENCES rollouts with the oracle's values.
+    """
     random = np.random.default_rng(seed)
     found: list[Scored] = []
     while len(found) < NUM_SEQUENCES:
@@ -42,7 +52,7 @@ def sample_sequences(oracle: Oracle, sampling: Sampling, seed: int, *, forced_ex
 
 
 def supervised_loss(oracle: Oracle, scored: Sequence[Scored]) -> Tensor:
-    """-mean log p over the loss tokens, f64, to be differentiated; experts as the routers choose them."""
+    """-mean log p over the loss tokens in float64, differentiable, with the experts that the routers choose."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for rollout in (s.rollout for s in scored):
         logits, _ = oracle.logits(np.concatenate([rollout.prompt_ids, rollout.completion_ids]))
@@ -53,7 +63,7 @@ def supervised_loss(oracle: Oracle, scored: Sequence[Scored]) -> Tensor:
 
 
 def write_plan(run_dir: Path, step: int, rollouts: Sequence[Rollout]) -> str:
-    """Payload and plan into the spool of `run_dir`; returns the plan's name."""
+    """Writes payload and step plan to the spool of `run_dir`; returns the step plan's name."""
     spool = Spool(run_dir)
     spool.create()
     file = spool.payload_name(f"sequences_{step}")
@@ -75,7 +85,7 @@ def _loss_mask(number: int, random: np.random.Generator) -> np.ndarray:
 def _sample(
     oracle: Oracle, uid: str, sampling: Sampling, mask: np.ndarray, random: np.random.Generator, forced_experts: bool
 ) -> tuple[Scored, float]:
-    """One sequence, token by token, and the smallest margin of its routers' choices (infinite where they have none)."""
+    """One sequence, token by token, and the smallest margin of its routers' choices (infinite if they have none)."""
     vocab, num_prompt = oracle.architecture.vocab_size, int(random.integers(2, 14))
     tokens = random.integers(0, vocab, num_prompt)
     experts = _random_experts(oracle, num_prompt + len(mask), random) if forced_experts else None
@@ -104,7 +114,15 @@ def _forward(oracle: Oracle, tokens: np.ndarray, experts: np.ndarray | None) -> 
 
 
 def keep_set(z: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Ids that survive top-k, then top-p: the most probable ones until their mass reaches top_p. z: [V], tempered."""
+    """Ids that remain after top-k and then top-p: the most probable ones until their mass reaches top_p.
+
+    Args:
+        z: Logits divided by the temperature, [vocab_size].
+        sampling: Sampling parameters.
+
+    Returns:
+        The ids, the most probable first.
+    """
     order = np.argsort(-z)[: sampling.top_k or None]
     p = np.exp(z[order] - z[order].max())
     before = np.concatenate([[0.0], np.cumsum(p / p.sum())[:-1]])
@@ -112,7 +130,7 @@ def keep_set(z: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 
 def _token(logits: Tensor, rollout: Rollout, c: int) -> tuple[Tensor, Tensor]:
-    """log p of completion token c and the entropy of what it was drawn from. logits: [V], f64."""
+    """log p of completion token c and the entropy of the distribution that it was sampled from. logits: [V], f64."""
     kept = rollout.keep_sets[c]
     ids = torch.from_numpy(kept.astype(np.int64)) if len(kept) else torch.arange(len(logits))
     log_p = (logits[ids] / rollout.sampling.temperature).log_softmax(0)
@@ -143,7 +161,7 @@ def _rollout(
     experts: np.ndarray,
     sampling: Sampling,
 ) -> Rollout:
-    """Log-probs are still 0."""
+    """The rollout, with log-probs of 0."""
     return Rollout(
         uid=uid, prompt_ids=tokens[:num_prompt].astype(np.int32), completion_ids=tokens[num_prompt:].astype(np.int32),
         logprobs=np.zeros(len(mask), dtype=np.float32), keep_sets=RaggedIds.of(sets), routed_experts=experts,

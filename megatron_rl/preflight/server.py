@@ -1,4 +1,4 @@
-"""One update of a real inference server, and probe rollouts sampled from it and scored by the ranks."""
+"""The stage `sync`: one weight update of a real inference server; rollouts are sampled from it and scored by the ranks."""
 
 import asyncio
 import secrets
@@ -29,17 +29,17 @@ VERSION = 1
 START_TIMEOUT_S = 240
 _NUM_PROBES = 12
 _PROBES = 2
-"""Number of the probes' plan; also its step, which none of its tokens may be newer than."""
+"""Number of the probes' step plan, and its step: no token may be newer than it."""
 
 
 def why_no_server(subject: Subject) -> str | None:
-    """Why no server can be asked on this machine; None where one can."""
+    """Why no server can run on this machine; None if it can."""
     return engine_of(subject.config).why_not_comparable(subject.table.architecture)
 
 
 @contextmanager
 def running_server(subject: Subject) -> Iterator[Child]:
-    """A server of the small model on dummy weights; it starts while other work goes on. `url_of` says where it listens."""
+    """A server of the small model with dummy weights. It starts in the background; `url_of` gives its address."""
     config, port = subject.config, free_ports(1)[0]
     settings = ServerSettings(
         model_folder=str(subject.model_folder),
@@ -66,14 +66,27 @@ def running_server(subject: Subject) -> Iterator[Child]:
 
 
 def sync(subject: Subject, layout_pool: RankPool, server: Child, fault: str | None) -> list[Measurement]:
-    """Every rank's weights into the server, then what the server samples against what the ranks score."""
+    """Updates the server with the ranks' weights, and compares what it samples with what the ranks score.
+
+    Args:
+        subject: The small model and its sequences.
+        layout_pool: Processes for the ranks of the subject's layout.
+        server: Result of `running_server`.
+        fault: Fault to inject; None injects nothing.
+
+    Returns:
+        Whether all tokens are of the version that was sent, and the mean difference of log-probs.
+
+    Raises:
+        ProcessError: The server does not start or does not hold the weights.
+    """
     url, key = url_of(server), server.command.env[KEY_VARIABLE]
     _wait_until_healthy(engine_of(subject.config), server, url)
     failed = layout_pool.run(ranks.publish, subject, subject.config, fault, url, key, VERSION)[0]
     if failed:
         raise ProcessError(f"the server does not hold the weights: {failed[url]}")
     probes = asyncio.run(_sample(subject, url, key))
-    with injected_fault(fault):  # a plan is written and read as in a run
+    with injected_fault(fault):  # a step plan is written and read as in a run
         plan = write_plan(subject.folder, _PROBES, probes)
     answers = layout_pool.run(ranks.scores_of, subject, subject.config, fault, plan)
     found = {number: values for part in answers for number, values in part.items()}
@@ -106,7 +119,7 @@ def _wait_until_healthy(engine: InferenceEngine, server: Child, url: str) -> Non
             return asyncio.run(check())
         except (httpx.HTTPError, ServerError):
             time.sleep(0.2)
-    raise ProcessError(f"the server is not up after {START_TIMEOUT_S} s; the end of its log says why: {server.command.log_file}")
+    raise ProcessError(f"the server did not start within {START_TIMEOUT_S} s; see the end of its log: {server.command.log_file}")
 
 
 async def _sample(subject: Subject, url: str, key: str) -> list[Rollout]:
@@ -133,7 +146,7 @@ async def _sample(subject: Subject, url: str, key: str) -> list[Rollout]:
 
 
 class _NoText:
-    """The small model has no tokenizer, and single turns need none."""
+    """Stands in for a tokenizer: the small model has none, and single turns do not need one."""
 
     def decode(self, ids: object) -> str:
         return ""

@@ -10,10 +10,10 @@ from megatron_rl.topology import Layout
 from megatron_rl.weight_mapping.shrink import SmallSizes
 
 NUM_LAYERS = 4
-"""One for each chunk of two interleaved stages."""
+"""One for each chunk of two stages with two chunks."""
 NUM_EXPERTS = 8
 MAX_TOKENS = 40
-"""Of a sequence, and of a microbatch: the sequences fill several microbatches."""
+"""Largest number of tokens of a sequence and of a microbatch, so that the sequences fill several microbatches."""
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=40, max_new_tokens=8)
 
 CHECK_SIZES = SmallSizes(
@@ -29,7 +29,7 @@ CHECK_SIZES = SmallSizes(
     },
     yarn_positions=32,
 )  # fmt: skip
-"""Widths are small, differ from one another and make no square matrix: a missing transpose or an exchanged part shows."""
+"""Widths are small, differ from one another and form no square matrix: a missing transpose or exchanged parts are noticed."""
 
 
 def shrunk_layout(layout: Layout) -> Layout:

@@ -1,4 +1,4 @@
-"""The proofs, one function each; tolerances are those of fp32 sums in another order."""
+"""The stages, one function each. Tolerances allow for fp32 sums in another order."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,22 +19,31 @@ from megatron_rl.preflight.subject import PLAIN, REPLAYED, Scores, Subject
 from megatron_rl.weight_mapping import HeldParameter, Placement, TensorMismatchError
 
 LOG_PROB = 2e-5
-"""Absolute. Logits of size 10 after four layers carry some 1e-6 each, on either side of a difference."""
+"""Absolute. Logits of size 10 after four layers have an error of about 1e-6 on each side of a difference."""
 LOSS = 1e-5
-"""Relative to the larger of the loss and 1: an advantage-weighted sum may cancel to almost nothing."""
+"""Relative to the larger of the loss and 1: a sum weighted by advantages may cancel to almost 0."""
 GRADIENT = 1e-4
-"""Of each parameter, relative to its norm."""
+"""Difference of each parameter's gradient, relative to the gradient's norm."""
 STEP = 0.1
-"""In learning rates. AdamW's first step is the sign of a gradient, but for those as small as its epsilon."""
+"""In learning rates. AdamW's first step is the sign of the gradient, except for gradients as small as its epsilon."""
 RATIO = 1e-4
 NOTICED = 1e-2
-"""Log-probs of a policy with one thing wrong are off by at least this."""
+"""Log-probs differ by at least this much when one replay is left out or wrong."""
 KEPT_MASS = 1e-3
-"""The mass that top-p cuts off is at least this, or nothing could be said of keep-sets."""
+"""Top-p removes at least this mass; otherwise the comparison could not show whether keep-sets are replayed."""
 
 
 def conversion(subject: Subject, layout_pool: RankPool, fault: str | None) -> list[Measurement]:
-    """Hugging Face to Megatron and back, to the last bit: through checkpoints, each rank's shards, and running ranks."""
+    """Converts Hugging Face to Megatron and back, bit by bit: through checkpoints, each rank's shards, and running ranks.
+
+    Args:
+        subject: The small model and its sequences.
+        layout_pool: Processes for the ranks of the subject's layout.
+        fault: Fault to inject; None injects nothing.
+
+    Returns:
+        Number of tensors that differ, for each of the three ways.
+    """
     given = dict(subject.weights())
     with injected_fault(fault):
         through_files, through_shards = _through_checkpoints(subject), _through_shards(subject)
@@ -48,7 +57,17 @@ def conversion(subject: Subject, layout_pool: RankPool, fault: str | None) -> li
 def forward(
     subject: Subject, expected_gradients: Mapping[str, Tensor], single_rank: RankPool, fault: str | None
 ) -> list[Measurement]:
-    """One rank of ours in fp32 against transformers in fp64, over keep-sets, experts as the routers choose."""
+    """Compares one rank in fp32 with transformers in float64, over keep-sets, with the experts that the routers choose.
+
+    Args:
+        subject: The small model and its sequences.
+        expected_gradients: The oracle's gradients of the supervised loss, by checkpoint name.
+        single_rank: Processes for one rank.
+        fault: Fault to inject; None injects nothing.
+
+    Returns:
+        Differences of log-probs, entropies and gradients.
+    """
     found = single_rank.run(ranks.forward, subject, _on_one_rank(subject), fault)[0]
     wanted = subject.expected[PLAIN]
     return [
@@ -63,7 +82,17 @@ def forward(
 
 
 def layout(subject: Subject, single_rank: RankPool, layout_pool: RankPool, fault: str | None) -> list[Measurement]:
-    """The user's layout against one rank without recomputation: the run's own objective, both replays, one optimizer step."""
+    """Compares the user's layout with one rank without recomputation: the run's objective, both replays, one optimizer step.
+
+    Args:
+        subject: The small model and its sequences.
+        single_rank: Processes for one rank.
+        layout_pool: Processes for the ranks of the subject's layout.
+        fault: Fault to inject; None injects nothing.
+
+    Returns:
+        Differences of loss, log-probs, gradients and updated weights.
+    """
     wanted = single_rank.run(ranks.step, subject, _on_one_rank(subject), fault)[0]
     answers = layout_pool.run(ranks.step, subject, subject.config, fault)
     found = answers[0]
@@ -83,7 +112,16 @@ def layout(subject: Subject, single_rank: RankPool, layout_pool: RankPool, fault
 
 
 def replay(subject: Subject, layout_pool: RankPool, fault: str | None) -> list[Measurement]:
-    """The user's layout against what was recorded; and that each replay is what makes them agree."""
+    """Compares the user's layout with the recorded log-probs, and shows that they differ if any replay is left out.
+
+    Args:
+        subject: The small model and its sequences.
+        layout_pool: Processes for the ranks of the subject's layout.
+        fault: Fault to inject; None injects nothing.
+
+    Returns:
+        Differences with all replays, which must be small, and with one of them missing or wrong, which must be large.
+    """
     answers = layout_pool.run(ranks.replays, subject, subject.config, fault)
 
     def scores(name: str) -> Scores:
@@ -109,7 +147,7 @@ def replay(subject: Subject, layout_pool: RankPool, fault: str | None) -> list[M
 
 
 def _on_one_rank(subject: Subject) -> Config:
-    """The same run on one rank, nothing recomputed."""
+    """The same run on one rank, without recomputation."""
     tree = subject.config.model_dump()
     tree["layout"] = {"world_size": 1}
     tree["trainer"]["recompute"] = "none"
@@ -125,7 +163,7 @@ def _through_checkpoints(subject: Subject) -> dict[str, Tensor]:
 
 
 def _through_shards(subject: Subject) -> dict[str, Tensor]:
-    """Each rank's pieces, as the layout cuts them, put together again. {} where the pieces do not even fit."""
+    """The weights, sharded by the layout and assembled again; {} if the shards do not fit."""
     table, weights = subject.table, subject.weights()
     placement = Placement(table, subject.layout)
     held: list[dict[str, HeldParameter]] = [
@@ -145,7 +183,7 @@ def _num_different(found: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> 
 
 
 def _of_all_ranks(parts: Sequence[Scores]) -> Scores:
-    """Ranks of one replica hold the same sequences."""
+    """Merges the ranks' scores; ranks of one replica have the same sequences."""
     return {number: values for part in parts for number, values in part.items()}
 
 
@@ -157,7 +195,7 @@ def _largest(found: Scores, wanted: Scores) -> float:
 
 
 def _mean_ratio(found: Scores, recorded: Scores) -> float:
-    """Of p to the recorded p, over all loss tokens."""
+    """Mean of p / recorded p over all loss tokens."""
     if found.keys() != recorded.keys():
         return float("nan")
     return float(np.exp(np.concatenate([found[n].astype(np.float64) - values for n, values in recorded.items()])).mean())
@@ -171,5 +209,5 @@ def _of_gradients(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> 
 
 
 def _worst(values: Iterable[float]) -> float:
-    """The largest, and NaN where there is one, which Python's max may pass over."""
+    """The largest value; NaN if any is NaN, which Python's max may ignore."""
     return float(np.max(list(values)))

@@ -1,4 +1,4 @@
-"""What the checks run on: a folder with the shrunken model and the sampled sequences, and what the oracle says of them."""
+"""Input of the stages: a folder with the shrunken model and the sampled sequences, and the oracle's values for them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,14 +13,15 @@ from megatron_rl.topology import Layout
 from megatron_rl.weight_mapping import ParameterTable
 
 PLAIN, REPLAYED = 0, 1
-"""Numbers of the plans: experts as the routers choose, temperature 1; and random experts forced, another temperature."""
+"""Numbers of the step plans: PLAIN has the routers' experts and temperature 1, REPLAYED forced random experts and another
+temperature."""
 Scores = dict[int, np.ndarray]
-"""By sequence, of its loss tokens."""
+"""Values of the loss tokens, by number of the sequence."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's, of one plan."""
+    """The oracle's values for one step plan."""
 
     log_probs: Scores
     entropies: Scores
@@ -28,12 +29,15 @@ class Expected:
 
 @dataclass(frozen=True)
 class Subject:
-    """Goes to every rank. `config` has the shrunken model and layout."""
+    """What a check runs on. It is sent to every rank."""
 
     folder: Path
     config: Config
+    """The run with the shrunken model and layout."""
     plans: Mapping[int, str]
+    """Names of the step plans by number: PLAIN and REPLAYED."""
     expected: Mapping[int, Expected]
+    """The oracle's values by number of the step plan."""
 
     @property
     def model_folder(self) -> Path:

@@ -1,4 +1,4 @@
-"""A check's report as a table for a person."""
+"""Prints the report of a check as a table."""
 
 from rich.console import Console
 from rich.table import Table
@@ -7,14 +7,19 @@ from megatron_rl.preflight.results import CheckReport, StageResult
 
 
 def print_report(report: CheckReport, console: Console) -> None:
-    """Prints the report as a table, and the notes of stages that broke off."""
+    """Prints the report as a table, and the errors of aborted stages.
+
+    Args:
+        report: The results.
+        console: Where to print.
+    """
     table = Table(
         title="megatron-rl check" + (f" --inject-fault {report.injected_fault}" if report.injected_fault else ""),
         title_justify="left",
         show_lines=False,
     )
-    for column in ("stage", "what", "number", "has to be", "", "s"):
-        table.add_column(column, justify="right" if column in ("number", "has to be", "s") else "left", overflow="fold")
+    for column in ("stage", "what", "value", "bound", "", "s"):
+        table.add_column(column, justify="right" if column in ("value", "bound", "s") else "left", overflow="fold")
     for stage in report.stages:
         for row in _rows(stage):
             table.add_row(*row)
@@ -22,17 +27,17 @@ def print_report(report: CheckReport, console: Console) -> None:
     console.print(_small_run(report))
     console.print(table)
     for stage in report.stages:
-        if stage.broke_off:
-            console.print(f"[red]{stage.name}[/red] broke off:")
+        if stage.aborted:
+            console.print(f"[red]{stage.name}[/red] was aborted by an error:")
             console.print(stage.note, markup=False, highlight=False)
-    verdict = "[green]all stages passed[/green]" if not report.failed else f"[red]failed: {', '.join(report.failed)}[/red]"
-    console.print(verdict)
+    outcome = "[green]all stages passed[/green]" if not report.failed else f"[red]failed: {', '.join(report.failed)}[/red]"
+    console.print(outcome)
 
 
 def _rows(stage: StageResult) -> list[tuple[str, ...]]:
-    if stage.skipped or stage.broke_off:
+    if stage.skipped or stage.aborted:
         mark = "[yellow]skipped[/yellow]" if stage.skipped else "[red]FAILED[/red]"
-        return [(stage.name, stage.note if stage.skipped else "broke off, see below", "", "", mark, f"{stage.seconds:.0f}")]
+        return [(stage.name, stage.note if stage.skipped else "aborted, see below", "", "", mark, f"{stage.seconds:.0f}")]
     rows: list[tuple[str, ...]] = []
     for number, m in enumerate(stage.measurements):
         first = number == 0

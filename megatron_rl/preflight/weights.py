@@ -1,4 +1,4 @@
-"""Random weights of the shrunken model, of which every single one changes the result."""
+"""Random weights of the shrunken model, chosen so that each of them changes the result."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,19 +11,29 @@ from megatron_rl.conversion import write_hf_checkpoint
 from megatron_rl.weight_mapping import ParameterTable, Role
 
 _VOCABULARY_SCALE = 3.5
-"""Logits of this standard deviation at temperature 1: keep-sets from singletons to wide ones."""
+"""Standard deviation of the logits at temperature 1, which gives keep-sets from one id to many."""
 _SCALE = 1.2
-"""Each linear map keeps the size of what it gets, so that routers and attention are far from uniform and from one-hot."""
+"""Each linear layer keeps the scale of its input, so that routers and attention are far from uniform and from one-hot."""
 
 
 def write_random_weights(folder: Path, hf_config: Mapping[str, Any], seed: int) -> None:
-    """A model folder without a tokenizer, in fp32."""
+    """Writes a model folder in fp32, without a tokenizer."""
     table = ParameterTable(hf_config)
     write_hf_checkpoint(folder, random_weights(table, seed), hf_config, dtype=torch.float32)
 
 
 def random_weights(table: ParameterTable, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Norms around 1, and biases that are not 0: those of a fresh model would hide that they are at one another's place."""
+    """Random weights by Hugging Face name.
+
+    Norms are around 1 and biases differ from 0: those of a new model (1 and 0) would hide that two of them are exchanged.
+
+    Args:
+        table: The parameters of the model.
+        seed: Of the random generator.
+
+    Returns:
+        An iterator over names and fp32 tensors.
+    """
     generator = torch.Generator().manual_seed(seed)
     per_input = table.architecture.hidden_size**-0.5
     for name, shape in table.hf_shapes.items():

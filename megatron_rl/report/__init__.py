@@ -1,4 +1,4 @@
-"""Runs as one HTML file: plots over steps, rollouts token by token; opens from disk, without a network."""
+"""Writes runs to one HTML file: plots over steps, rollouts token by token. The file opens from disk, without a network."""
 
 from megatron_rl.report.page import ReportError, Written, write_report
 

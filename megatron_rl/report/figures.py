@@ -1,4 +1,4 @@
-"""The plots: what is drawn together, and the same of several runs on top of one another."""
+"""The plots: series that belong together, with those of several runs in the same plot."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,9 +13,13 @@ DASHES = ("solid", "dot", "dash", "dashdot", "longdash", "longdashdot")
 
 
 def trainer_waits(row: Row) -> dict[str, float]:
-    """Seconds between two steps that the trainer neither trained nor synchronised.
+    """Seconds of a step in which the trainer neither trained nor updated weights: it waited for rollouts or a checkpoint.
 
-    It waited for rollouts (or for a checkpoint).
+    Args:
+        row: The metrics of one step.
+
+    Returns:
+        trainer_waits_s; empty if the row has no step_s.
     """
     if "step_s" not in row.values:
         return {}
@@ -23,19 +27,24 @@ def trainer_waits(row: Row) -> dict[str, float]:
 
 
 def colours(runs: Iterable[str]) -> dict[str, str]:
-    """Of each run, the same in all plots."""
+    """One colour per run, the same in all plots."""
     names = list(runs)
     palette = qualitative.Plotly if len(names) <= len(qualitative.Plotly) else qualitative.Dark24
     return {name: palette[number % len(palette)] for number, name in enumerate(names)}
 
 
 def figure(panel: Panel, runs: Mapping[str, Sequence[Row]]) -> go.Figure | None:
-    """The panel over steps; None when no run has any of its series.
+    """Draws a panel over the steps.
 
-    Values that are no finite numbers leave a gap.
+    Values that are not finite leave a gap. The plot's legend distinguishes the series; the page's legend distinguishes the runs,
+    for all plots together, by the `meta` of each trace.
 
-    Its legend tells the series apart; a trace's `meta` is its run, which the page's own legend tells apart, for all
-    plots together.
+    Args:
+        panel: The series of the plot.
+        runs: Rows of metrics by name of the run.
+
+    Returns:
+        The plot; None if no run has any of the series.
     """
     drawn, colour_of = go.Figure(), colours(runs)
     in_legend: set[str] = set()
@@ -73,5 +82,5 @@ def figure(panel: Panel, runs: Mapping[str, Sequence[Row]]) -> go.Figure | None:
 
 
 def _as_text(words: str) -> str:
-    """In a template of hover texts, which knows tags and %{...}."""
+    """Escaped for a template of hover texts, which interprets tags and %{...}."""
     return words.replace("&", "&amp;").replace("<", "&lt;").replace("%{", "% {")

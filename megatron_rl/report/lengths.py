@@ -1,7 +1,4 @@
-"""How long the completions were that were trained on, and those that were thrown away.
-
-From the ledger of the latest checkpoint.
-"""
+"""Lengths of the completions that were trained on and of those that were discarded, from the ledger of the latest checkpoint."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +9,19 @@ from megatron_rl.config import RunFolder
 from megatron_rl.report.figures import colours
 
 Lengths = Mapping[str, Sequence[int]]
-"""'trained' and 'discarded' to counts: bin k holds lengths in [2^k, 2^(k+1))."""
+"""Counts of 'trained' and of 'discarded' completions: bin k has those of 2^k to 2^(k+1) - 1 tokens."""
 
 
 def read_lengths(folder: RunFolder, remark: Callable[[str], None]) -> Lengths | None:
-    """None where no checkpoint is there yet, or a damaged one, which is remarked."""
+    """Reads the lengths from the latest checkpoint.
+
+    Args:
+        folder: The run's folder.
+        remark: Called with one line if the checkpoint is damaged.
+
+    Returns:
+        The counts; None if there is no readable checkpoint.
+    """
     latest = folder.latest_checkpoint()
     if latest is None:
         return None
@@ -25,12 +30,19 @@ def read_lengths(folder: RunFolder, remark: Callable[[str], None]) -> Lengths | 
         ledger = json.loads(file.read_text())["ledger"]
         return {"trained": ledger["kept_lengths"]["counts"], "discarded": ledger["discarded_lengths"]["counts"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        remark(f"{file} cannot be read ({error}): lengths of this run are not drawn")
+        remark(f"{file} cannot be read ({error}): the plot leaves out the lengths of this run")
         return None
 
 
 def lengths_figure(of_runs: Mapping[str, Lengths | None]) -> go.Figure | None:
-    """Shares of the completions of each kind, so that what was thrown away can be laid beside what was kept; None without any."""
+    """Draws the fraction of completions by length, so that trained and discarded ones can be compared.
+
+    Args:
+        of_runs: Counts by name of the run.
+
+    Returns:
+        The plot; None if no run has completions.
+    """
     drawn = go.Figure()
     colour_of = colours(of_runs)
     for run, lengths in of_runs.items():

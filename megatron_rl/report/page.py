@@ -1,4 +1,4 @@
-"""The page: everything that a browser needs in one file."""
+"""The HTML page, which contains everything that a browser needs."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -22,15 +22,16 @@ STEPS_WITH_ROLLOUTS = 12
 
 
 class ReportError(UserError, ValueError):
-    """A folder of which no report can be made."""
+    """No report can be made of a folder, or written to a file."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """remarks: on what could not be shown, one line each."""
+    """A report that was written."""
 
     num_bytes: int
     remarks: tuple[str, ...]
+    """What could not be shown, one line each."""
 
 
 def write_report(folders: Sequence[RunFolder], out: Path) -> Written:
@@ -74,7 +75,7 @@ def _check_out(out: Path) -> None:
 
 
 def _names(folders: Sequence[RunFolder]) -> list[str]:
-    """The folders' last parts where these differ, else their whole paths."""
+    """The names of the folders if they differ, else their full paths."""
     short = [folder.path.resolve().name for folder in folders]
     return short if len(set(short)) == len(short) else [str(folder.path.resolve()) for folder in folders]
 
@@ -87,7 +88,7 @@ def _rows(folder: RunFolder, remark: Callable[[str], None]) -> list[Row]:
         )
     rows = read_rows(folder.metrics_file)
     if damaged := damaged_lines(folder.metrics_file):
-        remark(f"{folder.metrics_file}: {len(damaged)} lines are damaged, the first is line {damaged[0]}; they are left out")
+        remark(f"{folder.metrics_file}: {len(damaged)} lines are damaged and left out; the first is line {damaged[0]}")
     if not rows:
         raise ReportError(f"{folder.path}: the run has not finished a training step yet; there is nothing to draw")
     return [replace(row, values={**row.values, **trainer_waits(row)}) for row in rows]
@@ -99,13 +100,13 @@ def _rollouts(folder: RunFolder, rows: Sequence[Row], remark: Callable[[str], No
 
 
 def _summaries(of_runs: Mapping[str, Mapping[str, float]]) -> dict[str, list[str]]:
-    """Key to its value in each run, as text."""
+    """The value in each run as text, by key."""
     keys = dict.fromkeys(key for summary in of_runs.values() for key in summary)
     return {key: [f"{summary[key]:.6g}" if key in summary else "" for summary in of_runs.values()] for key in keys}
 
 
 def _for_script(data: str) -> str:
-    """JSON that cannot end the script element which it stands in, whatever the rollouts say."""
+    """JSON that cannot close its script element, whatever text the rollouts contain."""
     return data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 

@@ -1,4 +1,4 @@
-"""Single rollouts, token by token, from a run's spool and from the scores that the trainer left."""
+"""Single rollouts, token by token, from a run's spool and from the scores that the trainer wrote."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +11,7 @@ from megatron_rl.config import RunFolder
 from megatron_rl.records import PayloadError, Rollout, read_scores
 
 SHOWN_IDS = 64
-"""Ids of a keep-set that are spelled out; of larger sets the rest is counted."""
+"""Most ids of a keep-set that are shown; of the others only the number."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ShownToken:
 
 @dataclass(frozen=True)
 class ShownRollout:
-    """One rollout as the page shows it."""
+    """One rollout on the page."""
 
     step: int
     uid: str
@@ -45,9 +45,17 @@ class ShownRollout:
 
 
 def shown_rollouts(folder: RunFolder, steps: Sequence[int], remark: Callable[[str], None]) -> Iterator[ShownRollout]:
-    """Of each of these steps the rollouts whose scores were kept.
+    """Reads the rollouts whose scores were kept.
 
-    Steps whose records are gone are passed over, and damaged ones with a remark.
+    Steps without records are left out; damaged ones are left out with a remark.
+
+    Args:
+        folder: The run's folder.
+        steps: The steps to read.
+        remark: Called with one line for each damaged step.
+
+    Returns:
+        An iterator over the rollouts.
     """
     spool, tokenizer = Spool(folder.path), open_tokenizer(folder)
     for step in steps:
@@ -86,12 +94,12 @@ def _shown(rollout: Rollout, step: int, advantage: float, scores: np.ndarray, to
 
 
 def open_tokenizer(folder: RunFolder) -> Tokenizer | None:
-    """The model's tokenizer; None where it has no tokenizer.json."""
+    """The model's tokenizer; None if it has no tokenizer.json."""
     path = folder.model / "tokenizer.json"
     return Tokenizer.from_file(str(path)) if path.exists() else None
 
 
 def text_of(tokenizer: Tokenizer | None, ids: Sequence[int] | np.ndarray) -> str:
-    """The ids themselves where the model brings no tokenizer.json."""
+    """Text of some ids; the ids as numbers if there is no tokenizer."""
     numbers = [int(token) for token in ids]
     return tokenizer.decode(numbers, skip_special_tokens=False) if tokenizer else " ".join(map(str, numbers))

@@ -1,4 +1,4 @@
-"""Prompts, worked solutions and rewards: each a pure function of (seed, index), so that the cursor of a run is one integer."""
+"""Prompts, reference solutions and rewards: each a pure function of (seed, index), so that a run's position is one integer."""
 
 from megatron_rl.tasks.errors import RewardError, TaskError
 from megatron_rl.tasks.loading import load_task

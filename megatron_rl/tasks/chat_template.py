@@ -8,7 +8,7 @@ from megatron_rl.tasks.errors import TaskError
 
 
 class ChatTemplate:
-    """From chat_template.jinja, else from tokenizer_config.json. Raises TaskError where the folder has none."""
+    """The template in chat_template.jinja, else in tokenizer_config.json. Raises TaskError if the folder has none."""
 
     def __init__(self, folder: Path) -> None:
         from jinja2.ext import loopcontrols
@@ -39,7 +39,7 @@ def _source(folder: Path, settings: dict[str, Any]) -> str:
     if isinstance(source, list):  # several named ones
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
     if not source:
-        raise TaskError(f"{folder}: has no chat template, but task.chat_template = true; set it to false or use another model")
+        raise TaskError(f"{folder} has no chat template, but task.chat_template = true; set it to false or use another model")
     return source
 
 
@@ -50,4 +50,4 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _refuse(message: str) -> None:
-    raise TaskError(f"the chat template refuses the prompt: {message}")
+    raise TaskError(f"the model's chat template rejects the prompt: {message}")

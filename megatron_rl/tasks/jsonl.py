@@ -1,4 +1,4 @@
-"""Items from a file of JSON lines, in a new random order each time round."""
+"""Items from a JSONL file, in a new random order in each epoch."""
 
 import json
 from functools import lru_cache
@@ -11,25 +11,25 @@ from megatron_rl.tasks.task import Item
 
 
 class JsonlSource:
-    """Each line an object with the strings `prompt` and `answer` (or whatever the reward needs), and perhaps `solution`.
+    """A JSONL file. Each line is an object with strings `prompt`, `answer` (or what the reward needs) and optionally `solution`.
 
-    The order of round r is a permutation drawn from (seed, r), so an item is a function of (file, seed, index).
+    The order of epoch r is a permutation seeded with (seed, r), so that an item is a function of (file, seed, index).
     """
 
     def __init__(self, file: Path, seed: int, needs_answer: bool) -> None:
         self.file = file
         self._items = [_item(file, number, line, needs_answer) for number, line in _lines(file)]
         if not self._items:
-            raise TaskError(f"task.file = {file}: holds no line; give at least one prompt")
+            raise TaskError(f"task.file = {file}: has no lines; give at least one prompt")
         self._order = lru_cache(maxsize=4)(lambda round_: np.random.default_rng((seed, round_)).permutation(len(self._items)))
 
     def item(self, index: int) -> Item:
-        """The item of this index; the file starts again in another order at its end."""
+        """The item of this index; after its end the file continues from the start in another order."""
         round_, position = divmod(index, len(self._items))
         return self._items[self._order(round_)[position]]
 
     def score(self, answer: str, item: Item) -> float:
-        """1 where the answer is exactly the line's, white space at the ends aside; else 0."""
+        """1 if the answer equals the line's answer, except for white space at the ends; else 0."""
         return float(answer == item.fields["answer"].strip())
 
 
@@ -38,9 +38,7 @@ def _lines(file: Path) -> list[tuple[int, str]]:
     try:
         lines = Path(file).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(
-            f"task.file = {file}: cannot be read as UTF-8 text ({error}); give the path of a file of JSON lines"
-        ) from error
+        raise TaskError(f"task.file = {file}: cannot be read as UTF-8 text ({error}); give the path of a JSONL file") from error
     return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
@@ -54,11 +52,11 @@ def _item(file: Path, number: int, line: str, needs_answer: bool) -> Item:
         raise TaskError(f"{where}: found {line[:80]!r}; each line is one JSON object with 'prompt' and 'answer'")
     for key, is_needed in (("prompt", True), ("answer", needs_answer), ("solution", False)):
         if (is_needed or key in entry) and not isinstance(entry.get(key), str):
-            remedy = " (a reward of your own, task.reward, can do without one)" if key == "answer" else ""
-            raise TaskError(f"{where}: '{key}' is {entry.get(key)!r}; it has to be a string{remedy}")
+            remedy = " (not needed with your own reward function, task.reward)" if key == "answer" else ""
+            raise TaskError(f"{where}: '{key}' is {entry.get(key)!r}; it must be a string{remedy}")
         if isinstance(entry.get(key), str) and not _is_text(entry[key]):
             raise TaskError(
-                f"{where}: '{key}' holds half of a surrogate pair, such as \\ud83d alone, which is no character; take it out"
+                f"{where}: '{key}' has an unpaired surrogate, such as \\ud83d alone, which is no character; remove it"
             )
     return Item(fields=entry, solution=entry.get("solution"), entry=entry)
 

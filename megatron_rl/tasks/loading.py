@@ -1,4 +1,4 @@
-"""From the task section of a config to a Task, with everything that can be wrong found at once and early."""
+"""Makes a Task from the task section of a configuration, and finds what is wrong before the run starts."""
 
 import difflib
 import importlib
@@ -15,7 +15,19 @@ from megatron_rl.tasks.task import Source, Task
 
 
 def load_task(section: TaskSection, seed: int) -> Task:
-    """Raises TaskError: unknown task, bad arguments or file, a reward that cannot be imported, a template that does not fit."""
+    """Loads a task and renders its first prompt.
+
+    Args:
+        section: The task section of the configuration.
+        seed: Seed of the items and their order.
+
+    Returns:
+        The task.
+
+    Raises:
+        TaskError: The task is unknown, its arguments or file are wrong, a function cannot be imported, or a template names a
+            field that the items lack.
+    """
     source: Source
     if section.name is not None:
         source = ReasoningGymSource(section.name, section.arguments, section.size, seed)
@@ -27,12 +39,23 @@ def load_task(section: TaskSection, seed: int) -> Task:
     reward = import_function(section.reward, "task.reward") if section.reward else None
     environment = import_function(section.environment, "task.environment") if section.environment else None
     task = Task(name, source, section.prompt_template, section.answer_template, reward, environment)
-    task.prompt(0)  # a template that cannot be filled shows here, not at the first group
+    task.prompt(0)  # a template that cannot be rendered fails here, not at the first group
     return task
 
 
 def import_function(path: str, where: str) -> Callable:
-    """The function behind 'module:function'; modules in the current folder count."""
+    """Imports a user's function; modules in the current folder are found.
+
+    Args:
+        path: "module:function".
+        where: Key of the configuration, for messages.
+
+    Returns:
+        The function.
+
+    Raises:
+        TaskError: The module cannot be imported or has no such function.
+    """
     module_name, colon, function_name = path.partition(":")
     if not colon or not module_name or not function_name:
         raise TaskError(f"{where} = '{path}': write it as module:function, for example my_rewards:exact")

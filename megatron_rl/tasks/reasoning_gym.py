@@ -1,4 +1,4 @@
-"""Items that reasoning-gym makes by a random generator seeded for each index."""
+"""Items that reasoning-gym generates with a random generator that is seeded for each index."""
 
 import difflib
 import hashlib
@@ -42,16 +42,16 @@ def _spread(seed: int) -> int:
 
 def _create(name: str, arguments: dict[str, Any]) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # of one of its dependencies, where Python compiles it
+        warnings.simplefilter("ignore", SyntaxWarning)  # from one of its dependencies, when Python compiles it
         gym = importlib.import_module("reasoning_gym")
     known = importlib.import_module("reasoning_gym.factory").DATASETS
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3) or sorted(known)[:3]
         raise TaskError(
-            f"task.name = '{name}': reasoning-gym knows no such task; near it are {', '.join(near)} (of {len(known)} in all)"
+            f"task.name = '{name}': reasoning-gym has no such task; similar names are {', '.join(near)} (of {len(known)} tasks)"
         )
     try:
         return gym.create_dataset(name, **arguments)
     except (TypeError, AssertionError, ValueError) as error:
         fields = ", ".join(f for f in known[name][1].__dataclass_fields__ if f not in ("seed", "size"))
-        raise TaskError(f"task.arguments of '{name}' are refused: {error}; it takes {fields}") from error
+        raise TaskError(f"task.arguments of '{name}' are invalid: {error}; it takes {fields}") from error

@@ -1,4 +1,4 @@
-"""A task: where its items come from, how they are put to the model, and how an answer is scored."""
+"""A task: the source of its items, the templates of prompts and answers, and the reward."""
 
 import math
 import re
@@ -13,18 +13,22 @@ Reward = Callable[[str, str, dict], float]
 """f(prompt, completion, item) -> reward; `item` is the source's own entry (a line of the JSONL file, a reasoning-gym entry)."""
 
 Environment = Callable[[list[dict[str, str]], dict], str | None]
-"""f(turns, item) -> what the policy reads next, or None at the end; turns: {role: user | assistant | tool, content}, in order."""
+"""f(turns, item) -> text that the policy reads next, or None to end the episode. turns: {role: user | assistant | tool, content}
+in order."""
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Item:
-    """One entry of a source. `fields`: what templates may name, `prompt` and `answer` among them."""
+    """One entry of a source."""
 
     fields: Mapping[str, Any]
+    """Values that templates may name, among them `prompt` and `answer`."""
     solution: str | None
+    """Reference solution, if the source has one."""
     entry: dict
+    """The entry as the source has it, for a user's reward function."""
 
 
 class Source(Protocol):
@@ -40,14 +44,14 @@ class Source(Protocol):
 
 
 def extract_answer(completion: str) -> str:
-    """What of a completion counts: what its last <answer>...</answer> holds, else all of it; without outer white space."""
+    """The answer in a completion: the content of its last <answer>...</answer>, else the full text; without outer white space."""
     tagged = _ANSWER_TAG.findall(completion)
     return (tagged[-1] if tagged else completion).strip()
 
 
 @dataclass(frozen=True)
 class Task:
-    """Made by `load_task`. Any index from 0 is valid; sources start again (a file in another order) at their end."""
+    """A task, made by `load_task`. Every index from 0 is valid: after the end sources start again (a file in another order)."""
 
     name: str
     source: Source
@@ -66,34 +70,66 @@ class Task:
         return fill(self.prompt_template, self.item(index).fields, "task.prompt_template")
 
     def solution(self, index: int) -> str:
-        """A worked solution: the item's own, else its answer in the answer template."""
+        """The reference solution: the item's, else its answer in the answer template.
+
+        Args:
+            index: Index of the item.
+
+        Returns:
+            The text of the completion.
+
+        Raises:
+            TaskError: The item has neither solution nor answer.
+        """
         item = self.item(index)
         if item.solution is not None:
             return item.solution
         if item.fields.get("answer") is None:
             raise TaskError(
-                f"{self.name}: prompt {index} has no answer to learn from; supervised.steps = 0, or solutions in task.file"
+                f"{self.name}: prompt {index} has no answer to learn from; set supervised.steps = 0 or add solutions to task.file"
             )
         return fill(self.answer_template, item.fields, "task.answer_template")
 
     def score(self, index: int, completion: str) -> float:
-        """The reward of a completion's text. Raises RewardError; may be slow, and may be called from any thread."""
+        """The reward of a completion. May be slow, and may be called from any thread.
+
+        Args:
+            index: Index of the item.
+            completion: The completion's text.
+
+        Returns:
+            A finite number.
+
+        Raises:
+            RewardError: The reward function raised, or returned no finite number.
+        """
         item = self.item(index)
         try:
             if self.reward is None:
                 value = self.source.score(extract_answer(completion), item)
             else:
                 value = self.reward(self.prompt(index), completion, item.entry)
-            value = value.item() if hasattr(value, "item") else value  # of a numpy or torch scalar
+            value = value.item() if hasattr(value, "item") else value  # numpy or torch scalars
             is_number = isinstance(value, int | float) and math.isfinite(value)
         except Exception as error:  # whatever a user's function raises costs one group, not the run
             raise RewardError(f"{self.name}: the reward of prompt {index} raised: {_last_lines(error)}") from error
         if not is_number:
-            raise RewardError(f"{self.name}: the reward of prompt {index} is {value!r}; a reward is a finite number")
+            raise RewardError(f"{self.name}: the reward of prompt {index} is {value!r}; a reward must be a finite number")
         return float(value)
 
     def reply(self, index: int, turns: Sequence[Mapping[str, str]]) -> str | None:
-        """What the environment says to the policy's last turn; None ends the episode. Raises RewardError."""
+        """The environment's answer to the policy's last turn.
+
+        Args:
+            index: Index of the item.
+            turns: The turns so far, in order, each with role and content.
+
+        Returns:
+            Text that the policy reads next; None ends the episode.
+
+        Raises:
+            RewardError: The environment raised, or returned something else.
+        """
         assert self.environment is not None
         try:
             text = self.environment([dict(turn) for turn in turns], self.item(index).entry)
@@ -101,7 +137,8 @@ class Task:
             raise RewardError(f"{self.name}: the environment of prompt {index} raised: {_last_lines(error)}") from error
         if text is not None and not isinstance(text, str):
             raise RewardError(
-                f"{self.name}: the environment of prompt {index} answered {text!r}; an answer is a string, or None at the end"
+                f"{self.name}: the environment of prompt {index} returned {text!r}; it must return a string, or None to end "
+                "the episode"
             )
         return text
 
@@ -111,11 +148,23 @@ def _last_lines(error: Exception) -> str:
 
 
 def fill(template: str, fields: Mapping[str, Any], where: str) -> str:
-    """The template with its {names} replaced. Raises TaskError for a name that the item does not have."""
+    """Replaces the {names} of a template.
+
+    Args:
+        template: A format string.
+        fields: Values by name.
+        where: Key of the configuration, for messages.
+
+    Returns:
+        The text.
+
+    Raises:
+        TaskError: The template is malformed or names an unknown field.
+    """
     try:
         return template.format_map(fields)
     except (KeyError, ValueError, IndexError, AttributeError) as error:
         raise TaskError(
-            f"{where} = {template!r}: cannot be filled ({type(error).__name__}: {error}); the names of this task are "
-            f"{', '.join(sorted(fields))}; braces that are meant as such are written twice, {{{{ and }}}}"
+            f"{where} = {template!r} cannot be rendered ({type(error).__name__}: {error}); the names of this task are "
+            f"{', '.join(sorted(fields))}; write literal braces twice, {{{{ and }}}}"
         ) from error

@@ -51,7 +51,7 @@ def test_the_request_knows_what_is_recorded(run) -> None:
     assert asked.start == 4 and asked.versions == {4, 5} and asked.record.num_tokens == 6
     np.testing.assert_array_equal(
         asked.record.position[:2], np.array([6, 8])
-    )  # behind 6 tokens of the prompt; the tool's is left out
+    )  # after 6 tokens of the prompt; the tool's is left out
     assert asked.record.set_size.tolist() == [3, 1] * 3 and asked.record.is_last.tolist() == [False, True] * 3
     assert asked.record.version.tolist() == [4, 5] * 3 and asked.record.temperature.tolist() == [1.0] * 3
 

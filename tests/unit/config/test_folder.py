@@ -1,4 +1,4 @@
-"""The run's folder: what may be started, what resumed, and which checkpoint is the latest whole one."""
+"""The run's folder: what may be started, what resumed, and which checkpoint is the latest complete one."""
 
 import os
 import shutil

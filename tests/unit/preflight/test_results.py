@@ -26,7 +26,7 @@ def test_a_number_beyond_its_bound_or_no_number_fails() -> None:
 def test_failed_stages_are_named_and_a_skipped_one_is_neither() -> None:
     found = report(
         StageResult("forward", "t", (Measurement("a", 1.0, 2.0), Measurement("b", 3.0, 2.0))),
-        StageResult("layout", "t", broke_off=True, note="[rank 1] gone"),
+        StageResult("layout", "t", aborted=True, note="[rank 1] gone"),
         StageResult("sync", "t", skipped=True, note="not run: no vLLM"),
     )  # fmt: skip
     assert found.failed == ("forward", "layout")

@@ -1,4 +1,4 @@
-"""The sampled sequences are whole records, and forcing is forcing. That the oracle's model is right is transformers' business."""
+"""The sampled sequences are complete records, and forced experts are used. That the oracle is right is left to transformers."""
 
 import json
 from pathlib import Path

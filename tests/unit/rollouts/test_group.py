@@ -148,7 +148,7 @@ def repeat_an_expert(answer):
         ("def reward(p, c, i):\n    return 10**400\n", [], "reward", "OverflowError", 4),
         ("import numpy\ndef reward(p, c, i):\n    return numpy.ones(2)\n", [], "reward", "ValueError", 4),
         ("import sys\ndef reward(p, c, i):\n    sys.exit(3)\n", [], "reward", "the reward ended with SystemExit: 3", 4),
-        ("def reward(p, c, i):\n    return float('nan')\n", [], "reward", "a reward is a finite number", 4),
+        ("def reward(p, c, i):\n    return float('nan')\n", [], "reward", "a reward must be a finite number", 4),
         ("import time\ndef reward(p, c, i):\n    time.sleep(30)\n", [], "reward", "the reward took more than 0.5 s", 4),
     ],
 )

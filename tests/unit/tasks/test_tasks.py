@@ -58,11 +58,11 @@ def test_extract_answer(completion, answer):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"name": "chian_sum"}, "near it are chain_sum"),
+        ({"name": "chian_sum"}, "similar names are chain_sum"),
         ({"name": "chain_sum", "arguments": {"terms": 3}}, "it takes min_terms, max_terms"),
         ({"name": "chain_sum", "arguments": {"min_terms": 5, "max_terms": 2}}, "max_terms must be >= min_terms"),
         ({"name": "chain_sum", "prompt_template": "{promt}"}, "the names of this task are answer, difficulty, expression"),
-        ({"name": "chain_sum", "prompt_template": "\\boxed{}"}, "braces that are meant as such are written twice"),
+        ({"name": "chain_sum", "prompt_template": "\\boxed{}"}, "write literal braces twice"),
         ({"name": "chain_sum", "reward": "no_such_module_here:f"}, "importing no_such_module_here failed"),
         ({"name": "chain_sum", "reward": "math"}, "write it as module:function"),
         ({"name": "chain_sum", "reward": "math:sqroot"}, "math has no function sqroot; it has sqrt"),
@@ -95,9 +95,9 @@ def test_jsonl_rewards_exact_matches_and_brings_solutions(tmp_path):
     [
         ("{bad", "line 2: not valid JSON"),
         ("[1]", "line 2: found '\\[1\\]'; each line is one JSON object"),
-        ({"answer": "4"}, "line 2: 'prompt' is None; it has to be a string"),
-        ({"prompt": "x", "answer": 4}, "line 2: 'answer' is 4; it has to be a string .a reward of your own"),
-        ('{"prompt": "c\\ud83d", "answer": "4"}', "line 2: 'prompt' holds half of a surrogate pair"),
+        ({"answer": "4"}, "line 2: 'prompt' is None; it must be a string"),
+        ({"prompt": "x", "answer": 4}, "line 2: 'answer' is 4; it must be a string .not needed with your own reward"),
+        ('{"prompt": "c\\ud83d", "answer": "4"}', "line 2: 'prompt' has an unpaired surrogate"),
         ({"prompt": "x", "answer": "4", "solution": []}, "line 2: 'solution' is \\[\\]"),
     ],
 )
@@ -108,7 +108,7 @@ def test_jsonl_faults_name_file_and_line(tmp_path, line, message):
 
 
 def test_empty_file_is_refused(tmp_path):
-    with pytest.raises(TaskError, match="holds no line"):
+    with pytest.raises(TaskError, match="has no lines"):
         load_task(TaskSection(file=write_lines(tmp_path, "", "  ")), 0)
 
 
@@ -130,7 +130,7 @@ def test_items_without_an_answer_have_no_solution(tmp_path):
 def test_rewards_that_are_no_finite_numbers(monkeypatch, tmp_path, value):
     task = load_task(TaskSection(file=write_lines(tmp_path, {"prompt": "p", "answer": "a"})), 0)
     object.__setattr__(task, "reward", lambda *_: value)
-    with pytest.raises(RewardError, match="a reward is a finite number"):
+    with pytest.raises(RewardError, match="a reward must be a finite number"):
         task.score(0, "x")
 
 
@@ -157,5 +157,5 @@ def test_environment_answers_turns(tmp_path, monkeypatch):
     turns = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "look"}]
     assert task.reply(0, turns) == "p: look" and task.reply(0, turns * 2) is None
     object.__setattr__(task, "environment", lambda turns, item: 7)
-    with pytest.raises(RewardError, match="answered 7; an answer is a string"):
+    with pytest.raises(RewardError, match="returned 7; it must return a string"):
         task.reply(0, turns)

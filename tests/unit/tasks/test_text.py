@@ -78,12 +78,12 @@ def test_folders_that_lack_something(folder, tmp_path):
     with pytest.raises(TaskError, match="cannot be read as a tokenizer"):
         TextEncoder(tmp_path, PLAIN)
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    with pytest.raises(TaskError, match="names eos_token_id"):
+    with pytest.raises(TaskError, match="has eos_token_id"):
         TextEncoder(tmp_path, PLAIN)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 1}}))
     assert TextEncoder(tmp_path, PLAIN).eos_ids == (1,)
     with pytest.raises(TaskError, match="has no chat template"):
         TextEncoder(tmp_path, CHAT)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('users only') }}")
-    with pytest.raises(TaskError, match="refuses the prompt: users only"):
+    with pytest.raises(TaskError, match="rejects the prompt: users only"):
         TextEncoder(tmp_path, CHAT).prompt("x")
