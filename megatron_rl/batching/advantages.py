@@ -14,11 +14,11 @@ def group_mean(rewards: np.ndarray) -> np.ndarray:
 
 
 def group_mean_std(rewards: np.ndarray) -> np.ndarray:
-    """As `group_mean`, over the group's standard deviation (divisor n), f64 [n]; 0 where all rewards are equal. rewards: [n]."""
+    """`group_mean` over the group's standard deviation (divisor n), f64 [n]; 0 where all rewards are equal. rewards: [n]."""
     centred = group_mean(rewards)
     deviation = np.sqrt(np.mean(centred**2)) if len(centred) else 0.0
     return centred / deviation if deviation > 0 else centred
 
 
 ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {"group_mean": group_mean, "group_mean_std": group_mean_std}
-"""By the value of objective.advantage."""
+"""Advantage functions by the value of objective.advantage."""

@@ -20,10 +20,10 @@ def microbatches_for(
     """Assemble the microbatches of one rank, in order; every data-parallel rank gets the same number.
 
     Args:
-        plan: Of the step, or of one of its updates.
+        plan: Plan of the step, or of one of its updates.
         spool: With the plan's payloads.
         layout: The parallelism layout of the run.
-        coords: Of this rank in it.
+        coords: Coordinates of this rank in it.
         options: What the microbatches hold.
 
     Raises:
@@ -45,7 +45,7 @@ def microbatches_for(
 def supervised_microbatches(
     plan: SupervisedPlan, layout: Layout, coords: RankCoords, options: AssemblyOptions
 ) -> list[Microbatch]:
-    """As `microbatches_for`, for reference solutions: the loss is on their tokens, over the whole vocabulary, with advantage 1.
+    """`microbatches_for` for reference solutions: the loss is on their tokens, over the full vocabulary, with advantage 1.
 
     Raises:
         ContractError: A prompt or solution is empty, or an id is outside the vocabulary.

@@ -12,7 +12,7 @@ from megatron_rl.batching.packing import Alignment
 from megatron_rl.records import RaggedIds, Rollout
 
 Columns = dict[str, np.ndarray]
-"""By the field of Microbatch."""
+"""Arrays by the field of Microbatch."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Member:
     """A rollout of a microbatch."""
 
     number: int
-    """Of its entry in the step plan."""
+    """Number of its entry in the step plan."""
     rollout: Rollout
     advantage: float
 
@@ -34,7 +34,7 @@ def collate(members: Sequence[Member], step: int, alignment: Alignment, options:
     Args:
         members: In the order of their segments; none gives a microbatch of padding.
         step: The step that consumes it, from which staleness counts.
-        alignment: Of segments and microbatch.
+        alignment: Alignment of segments and microbatch.
         options: What is replayed, and of which MoE layers.
     """
     lengths = [m.rollout.num_tokens for m in members]

@@ -37,7 +37,7 @@ class Microbatch:
     keep_sets: RaggedIds
     """N rows; empty where there is no loss, and where the sets are not replayed."""
     full_rows: np.ndarray
-    """bool [N]: loss tokens without a set, normalised over the whole vocabulary."""
+    """bool [N]: loss tokens without a set, normalised over the full vocabulary."""
     singleton: np.ndarray
     """bool [N]: loss tokens whose recorded set has one element, also where the sets are not replayed."""
     temperature: np.ndarray

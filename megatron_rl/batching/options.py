@@ -16,7 +16,7 @@ class AssemblyOptions:
     """Packed tokens of a microbatch, alignment's padding not counted."""
     sequence_parallel: bool = False
     keep_set_replay: bool = True
-    """False: every loss token is normalised over the whole vocabulary, whatever its recorded set."""
+    """False: every loss token is normalised over the full vocabulary, whatever its recorded set."""
     routing_replay: bool = True
     moe_layers: tuple[int, ...] = ()
     """The MoE layers of this rank, by their number among the model's MoE layers, in the order in which its routers want them."""
@@ -37,5 +37,5 @@ class AssemblyOptions:
 
     @property
     def route_dtype(self) -> type[np.unsignedinteger]:
-        """Its largest value is no expert, and stands where no route was recorded."""
+        """Dtype of the routes. Its largest value is no expert: it marks a position without a recorded route."""
         return np.uint8 if self.contract.num_experts < 256 else np.uint16

@@ -25,9 +25,9 @@ class Alignment:
     """
 
     segment: int = 1
-    """Of each sequence's positions."""
+    """Each sequence is padded to a multiple of this many positions."""
     total: int = 1
-    """Of a microbatch's positions."""
+    """Each microbatch is padded to a multiple of this many positions."""
 
     def padded(self, length: int) -> int:
         """Positions of a segment of `length` tokens."""
@@ -72,7 +72,7 @@ def pack(
         num_ranks: Data-parallel ranks.
         max_tokens: Tokens that a microbatch holds at most; the alignment's padding is added to them.
         microbatch_multiple: The number of microbatches is a multiple of it: the pipeline stages, where they are interleaved.
-        attention_length: Of the cost model, see ATTENTION_LENGTH.
+        attention_length: Attention length of the cost model, see ATTENTION_LENGTH.
 
     Returns:
         [data-parallel rank][microbatch] to sequence numbers, rising. Example: lengths [9, 4, 5, 2] on 2 ranks at max_tokens 10

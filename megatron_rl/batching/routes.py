@@ -14,8 +14,8 @@ def cut_routes(microbatch: Microbatch, layout: Layout, coords: RankCoords, *, se
 
     Args:
         microbatch: With the routes of all positions.
-        layout: Of the run.
-        coords: Of this rank.
+        layout: Layout of the run.
+        coords: Coordinates of this rank.
         sequence_parallel: Whether the tensor-parallel ranks share the positions.
     """
     if microbatch.routed_experts is None or microbatch.route_mask is None:

@@ -45,7 +45,7 @@ def summarise(step: int, groups: Sequence[GroupResult]) -> dict[str, float]:
 
     Args:
         step: The step that the batch is for: ages count from it.
-        groups: Of the batch.
+        groups: Groups of the batch.
     """
     rollouts = [r for group in groups for r in group.rollouts]
     if not rollouts:

@@ -37,7 +37,7 @@ class Run(Section):
     folder: Path = Path("runs")
     """Folder that holds the folders of runs. On a cluster, all nodes have to see it."""
     steps: Positive
-    """Number of training steps of the whole run. A resumed run ends at the same step."""
+    """Number of training steps of the run. A resumed run ends at the same step."""
     seed: NonNegative = 0
     """Seed of sampling, of random weights, and of the order of prompts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -194,7 +194,7 @@ class Objective(Section):
     """Ratios r = p / p_old are clipped from above at 1 + clip_high."""
     old_policy: Literal["recomputed", "rollout"] = "recomputed"
     """Where log p_old comes from. recomputed: the trainer's own log-probs at the start of the step. rollout: the recorded ones; r
-    then contains the whole off-policy correction."""
+    then contains the complete off-policy correction."""
     correction: Literal["none", "truncate", "mask_token", "mask_sequence"] = "truncate"
     """What is done with the importance weight w = p_old / p_rollout. none: it is not used. truncate: the loss is weighted by
     min(w, correction_high). mask_token: tokens with w outside of [correction_low, correction_high] are left out. mask_sequence:
@@ -340,7 +340,7 @@ class WeightSync(Section):
     probe_every: Positive = 1
     """Steps between two probes."""
     probe_tolerance: Annotated[float, Field(gt=0.0)] | None = None
-    """Largest mean |log p_trainer - log p_rollout| of a probe. Above it the server is removed from the fleet. None: 1e-4 in
+    """Largest mean |log p_trainer - log p_rollout| of a probe. Above it the server is quarantined. None: 1e-4 in
     float32, 0.1 in bfloat16."""
 
 
@@ -355,13 +355,13 @@ class Precision(Section):
     """full: `model.dtype`. nvfp4: the servers get packed NVFP4 weights. Over NCCL they go into vLLM's NVFP4 layers; over Gloo, as
     on a CPU, the servers unpack them into `model.dtype`."""
     activations: Literal["full", "nvfp4"] = "full"
-    """full: `model.dtype`. nvfp4: with training = "qat", the inputs of quantised linear maps are rounded to NVFP4 as well (W4A4);
+    """full: `model.dtype`. nvfp4: with training = "qat", the inputs of quantised linear layers are rounded to NVFP4, too (W4A4);
     gradients pass the rounding unchanged."""
     activation_amax: Annotated[float, Field(gt=0.0)] = 256.0
     """Largest magnitude of an activation, from which the global scale of all quantised activations follows. Larger inputs are
     clipped."""
     modules: list[Literal["attention", "mlp", "experts"]] = ["attention", "mlp", "experts"]
-    """Which linear maps are quantised: those of attention, those of dense MLPs and shared experts, those of routed experts.
+    """Which linear layers are quantised: those of attention, those of dense MLPs and shared experts, those of routed experts.
     Embeddings, output layer, routers and norms never are."""
     exclude: list[str] = []
     """Modules that are not quantised, by their Hugging Face names or leading segments of them: "model.layers.0",
@@ -392,7 +392,7 @@ class Metrics(Section):
     examples_per_step: NonNegative = 2
     """Number of readable rollouts that are kept in the run's folder for each step."""
     entropy_full_tokens: NonNegative = 128
-    """Number of loss tokens of each microbatch on which the entropy over the whole vocabulary is measured."""
+    """Number of loss tokens of each microbatch on which the entropy over the full vocabulary is measured."""
 
 
 class RoleNodes(Section):
@@ -431,8 +431,8 @@ class Slurm(Section):
     time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$", coerce_numbers_to_str=True)] | None = None
     """sbatch's --time: minutes, hours:minutes:seconds or days-hours:minutes:seconds. None: the partition's limit."""
     signal_before_end_s: Positive = 600
-    """Seconds before the time limit at which the job is told to finish its step, save and requeue itself. They have to cover the
-    longest step and the writing of a checkpoint."""
+    """Seconds before the time limit at which the job gets the signal to finish its step, save and requeue itself. They have to
+    cover the longest step and the writing of a checkpoint."""
     requeue: bool = True
     """After the time limit, a preemption or a failure, continue in the next attempt of the same job."""
     max_attempts_without_checkpoint: Positive = 3

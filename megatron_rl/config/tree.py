@@ -1,4 +1,4 @@
-"""The whole configuration of a run, and the rules that hold between its sections."""
+"""The complete configuration of a run, and the rules that hold between its sections."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -114,7 +114,7 @@ class Config(Section):
 
     @property
     def keep_set_source(self) -> Literal["native", "processed_logprobs"]:
-        """In which of its two ways the inference engine reports keep-sets; one choice for the whole run."""
+        """How the inference engine reports keep-sets: one choice for the complete run."""
         asked = self.rollouts.keep_set_source
         return asked if asked != "auto" else ("native" if self.device == "cuda" else "processed_logprobs")
 
@@ -211,7 +211,7 @@ def _keep_sets_are_bounded(c: Config) -> str | None:
 def _correction_counts_once(c: Config) -> str | None:
     if c.objective.old_policy == "rollout" and c.objective.correction != "none":
         return (
-            "objective.old_policy = 'rollout': r = p / p_rollout already contains the whole correction; "
+            "objective.old_policy = 'rollout': r = p / p_rollout already contains the complete correction; "
             f"objective.correction = '{c.objective.correction}' would apply it twice, so set it to 'none'"
         )
     return None

@@ -26,12 +26,12 @@ class BlockScaledTensor:
 
     @property
     def file(self) -> Path:
-        """That of the FP8 values."""
+        """The file of the FP8 values."""
         return self.weight.file
 
     @property
     def spec(self) -> TensorSpec:
-        """Of the dequantised matrix."""
+        """Spec of the dequantised matrix."""
         return TensorSpec(self.weight.spec.name, self.weight.spec.shape, "bfloat16")
 
     def map(self) -> Tensor:

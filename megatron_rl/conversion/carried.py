@@ -20,13 +20,13 @@ class CarriedLayers:
     source: Mapping[str, Tensor]
     """The run's initial model."""
     specs: dict[str, TensorSpec]
-    """Of all tensors that are copied from the initial model or repeat one of the policy."""
+    """Specs of all tensors that are copied from the initial model or repeat one of the policy."""
     copies: dict[str, str]
-    """Those of them that repeat a tensor of the policy (embedding, output layer), with its name; they get its new values."""
+    """Tensors that repeat one of the policy (embedding, output layer), with its name; they get its new values."""
 
     @classmethod
     def of(cls, model_folder: Path, held: Mapping[str, TensorSpec]) -> Self:
-        """Those that the policy lacks; only headers are read.
+        """The tensors that the policy lacks; only headers are read.
 
         Args:
             model_folder: The run's initial model.

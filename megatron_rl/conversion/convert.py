@@ -153,7 +153,7 @@ def _num_bytes(specs: dict[str, TensorSpec], parameter: Parameter) -> int:
 
 
 def _main_dtype(specs: dict[str, TensorSpec]) -> str:
-    """That of most elements."""
+    """The dtype of most elements."""
     count: dict[str, int] = {}
     for spec in specs.values():
         count[spec.dtype] = count.get(spec.dtype, 0) + prod(spec.shape)
@@ -163,7 +163,7 @@ def _main_dtype(specs: dict[str, TensorSpec]) -> str:
 
 
 def _fingerprint(folder: Path, specs: Mapping[str, TensorSpec], shard_bytes: int, quantise: QuantisedAs | None = None) -> str:
-    """Of the input of a conversion: names, shapes and dtypes, how they are quantised, and the files' names, sizes and times."""
+    """Fingerprint of a conversion's input: names, shapes, dtypes, quantisation, and the files' names, sizes and times."""
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file())
     content = [
         str(folder.resolve()),

@@ -70,7 +70,7 @@ class HfCheckpoint(Mapping[str, Tensor]):
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """Of every tensor, without reading it."""
+        """Specs of all tensors, by name; no tensor is read."""
         return {name: stored.spec for name, stored in self.stored.items()}
 
     def check(self, table: ParameterTable) -> None:

@@ -42,7 +42,7 @@ def write_hf_checkpoint(
         folder: The new folder.
         tensors: Hugging Face names and tensors, in any order.
         config: config.json of the model.
-        dtype: Of the weights, also in config.json; tensors of another dtype are cast.
+        dtype: Dtype of the weights, also in config.json; tensors of another dtype are cast.
         specs: Names, shapes and dtypes to expect; by default those of the config's model, without MTP layers. Without MTP layers
             among them, config.json has none.
         assets_from: Model folder whose tokenizer, chat template and generation config are copied.
@@ -63,7 +63,7 @@ def config_of_weights(config: Mapping[str, Any], dtype: str, names: Iterable[str
 
     Args:
         config: config.json of the model.
-        dtype: Of the weights, such as "bfloat16".
+        dtype: Dtype of the weights, such as "bfloat16".
         names: Hugging Face names of the tensors.
     """
     written_out = FAMILIES[config["model_type"]].written_out if config.get("model_type") in FAMILIES else {}

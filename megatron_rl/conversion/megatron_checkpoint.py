@@ -60,17 +60,17 @@ class MegatronCheckpoint(Mapping[str, Tensor]):
         folder = given / _ENGINE if (given / _ENGINE / SEAL).is_file() else given
         arrays = read_torch_dist(folder)
         steps = given if folder != given else given.parent
-        beside = [folder, steps, steps.parent.parent / "model"]
-        model = next((place for place in beside if (place / "config.json").is_file()), None)
+        places = [folder, steps, steps.parent.parent / "model"]
+        model = next((place for place in places if (place / "config.json").is_file()), None)
         if model is None:
             raise CheckpointError(
-                f"{folder}: the model's config.json is in none of {', '.join(map(str, beside))}; copy it to the first of them"
+                f"{folder}: the model's config.json is in none of {', '.join(map(str, places))}; copy it to the first of them"
             )
         return cls(folder, model, arrays)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """Of every tensor, without reading it."""
+        """Specs of all tensors, by name; no tensor is read."""
         found = {
             slot.name: TensorSpec(slot.name, slot.shape, dtype_name(self._arrays[checkpoint_key(parameter)].dtype))
             for parameter in self._table.parameters
@@ -131,7 +131,7 @@ class MegatronCheckpointWriter:
     Args:
         folder: The new folder.
         config: config.json of the model.
-        hf_specs: Of each Hugging Face tensor; their dtypes are kept.
+        hf_specs: Specs of each Hugging Face tensor; their dtypes are kept.
         assets_from: Model folder whose tokenizer, chat template and generation config are copied.
         shard_bytes: Size limit of one file, exceeded only by a larger parameter.
         fingerprint: See PartialFolder.

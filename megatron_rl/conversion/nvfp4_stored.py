@@ -27,12 +27,12 @@ class Nvfp4StoredTensor:
 
     @property
     def file(self) -> Path:
-        """That of the packed values."""
+        """The file of the packed values."""
         return self.packed.file
 
     @property
     def spec(self) -> TensorSpec:
-        """Of the dequantised matrix."""
+        """Spec of the dequantised matrix."""
         outputs, half = self.packed.spec.shape
         return TensorSpec(self.name, (outputs, 2 * half), dtype_name(self.dtype))
 

@@ -19,7 +19,7 @@ class Outgoing(Protocol):
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Of every tensor of the folder, by name."""
+        """Specs of all tensors of the folder, by name."""
         ...
 
     @property
@@ -58,9 +58,9 @@ class QuantisedAs:
 
     stored_as: CheckpointFormat
     modules: Sequence[str] = ("attention", "mlp", "experts")
-    """As [precision] modules."""
+    """The modules to quantise, as in [precision] modules."""
     exclude: Sequence[str] = ()
-    """As [precision] exclude."""
+    """The modules to leave out, as in [precision] exclude."""
 
 
 class Quantised:
@@ -113,7 +113,7 @@ def left_out(table: ParameterTable, selection: Selection) -> tuple[list[str], li
     names of modules are safe.
 
     Returns:
-        Hugging Face names of linear maps, and names of lists of experts none of which is quantised.
+        Hugging Face names of linear layers, and names of lists of experts none of which is quantised.
     """
     copies = [name for name in table.mtp_copies if "head" in name]
     modules = dict.fromkeys(name.removesuffix(".weight") for name in ("lm_head.weight", *copies))

@@ -18,8 +18,8 @@ class PartialFolder:
 
     Args:
         folder: The final name; must not exist, or be an empty folder.
-        fingerprint: Of the input. With it, an interrupted folder stays, and a later one with the same fingerprint and resume=True
-            finds its finished files. None: an interrupted folder is removed.
+        fingerprint: Fingerprint of the input. With it, an interrupted folder stays, and a later one with the same fingerprint and
+            resume=True finds its finished files. None: an interrupted folder is removed.
         resume: Continue an interrupted folder if there is one.
 
     Raises:
@@ -51,7 +51,7 @@ class PartialFolder:
         """Sync a complete file to disk in a thread, then note it in the journal.
 
         Args:
-            descriptor: Of the file; it is closed.
+            descriptor: Descriptor of the file; it is closed.
             file: Its name.
             note: Plain values that `finished` has for it after a restart.
         """

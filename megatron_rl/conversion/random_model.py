@@ -33,9 +33,9 @@ def make_random_model(
     Args:
         folder: The new folder.
         hf_config: `model_type` and the sizes; `architectures`, and with a tokenizer its token ids, are filled in.
-        seed: Of the weights.
+        seed: Seed of the weights.
         tokenizer: "characters", or None for a folder without a tokenizer.
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
 
     Raises:
         CheckpointError: The folder exists, or the config contradicts the tokenizer.

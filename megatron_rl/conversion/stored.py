@@ -18,7 +18,7 @@ class StoredTensor:
     file: Path
     spec: TensorSpec
     start: int
-    """Its first byte, counted from the beginning of the file."""
+    """Offset of the first byte in the file."""
 
     def map(self) -> Tensor:
         """The tensor, memory-mapped.
@@ -46,7 +46,7 @@ class ReadableTensor(Protocol):
         ...
 
     def map(self) -> Tensor:
-        """Its values."""
+        """The tensor, mapped from the file."""
         ...
 
 

@@ -46,7 +46,7 @@ class Chunk:
     """A box of a global tensor, and the archive that holds it."""
 
     key: str
-    """Of the global tensor."""
+    """Key of the global tensor."""
     offsets: tuple[int, ...]
     """Where the box begins in the global tensor."""
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Chunk:
     """Bytes of the archive."""
 
     def map(self) -> Tensor:
-        """Its values, mapped from the file."""
+        """The chunk's values, mapped from the file."""
         spec = TensorSpec(self.key, self.shape, dtype_name(self.dtype))
         pages, _ = map_bytes(self.file, self.start, self.length)
         # zipfile finds the archive after whatever precedes it in the mapping.
@@ -179,7 +179,7 @@ class ArchiveFile:
         """Append one chunk.
 
         Args:
-            key: Of the global tensor.
+            key: Key of the global tensor.
             offsets: Where the chunk begins in the global tensor.
             tensor: Its values.
         """

@@ -52,7 +52,7 @@ def _latent_rope_settings(rope: Rope) -> dict[str, Any]:
     if yarn is None or rope.fraction != 1.0 or not yarn.truncate or None in (yarn.mscale, yarn.mscale_all_dim):
         raise UnsupportedModelError(
             f"{rope}: with latent attention Megatron-Core builds the default rope, or YaRN with mscale and mscale_all_dim given "
-            "and its bounds rounded, over the whole rotary part of a head"
+            "and its bounds rounded, over the complete rotary part of a head; it cannot train this model"
         )
     return {
         "rope_type": "yarn",
@@ -125,7 +125,9 @@ def rope_arguments(model: ModelArchitecture) -> dict[str, Any]:
     if isinstance(model.attention, LatentAttention):
         return {"position_embedding_type": "rope"}
     if rope.kind == "yarn" and rope.fraction != 1.0:
-        raise UnsupportedModelError(f"{rope}: Megatron-Core's YaRN rotates whole heads")
+        raise UnsupportedModelError(
+            f"{rope}: Megatron-Core's YaRN rotates complete heads only (a rotary fraction of 1), so it cannot train this model"
+        )
     return {
         "position_embedding_type": "yarn" if rope.kind == "yarn" else "rope",
         "rotary_base": rope.theta,

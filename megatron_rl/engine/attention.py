@@ -85,12 +85,12 @@ class PackedAttention(torch.nn.Module):
         return torch.cat([attend(*sequence) for sequence in sequences])
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
-        """The sinks are cut over tensor-parallel ranks like the heads."""
+        """The sinks are sharded over tensor-parallel ranks like the heads."""
         own: dict[str, Any] = self.state_dict(keep_vars=True)  # the optimizer finds its state by the parameters themselves
         return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, place: Tensor) -> Tensor:
-        """Of one sequence; place: i64 [queries], the position of each of them in it."""
+        """Attention of one sequence; place: i64 [queries], the position of each query in it."""
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))  # [1, heads, length, d]
         mask = None if self.window is None and len(query) == len(key) else self._visible(place, len(key))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)

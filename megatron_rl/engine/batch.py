@@ -21,11 +21,11 @@ class DeviceMicrobatch:
     tokens: Tensor  # i64 [1, n]
     positions: Tensor  # i64 [1, n]
     packing: PackedSeqParams
-    """Of the whole microbatch."""
+    """Packing of the complete microbatch."""
     routes: Routes | None
     temperature: Tensor  # f32 [n]
     keep_sets: KeepSets
-    """Of the n positions. On the CPU: the head makes its shard plan from it without waiting for the device."""
+    """Keep-sets of the n positions. On the CPU, so that the head makes its shard plan from it without waiting for the device."""
     old_logprobs: Tensor | None = None  # f32 [N]
     reference_logprobs: Tensor | None = None  # f32 [N]
 
@@ -44,8 +44,8 @@ def to_device(
     Args:
         microbatch: N positions.
         slices: Which of them this rank holds.
-        device: Of the model.
-        routes: Of this rank's tokens; None: no replay.
+        device: Device of the model.
+        routes: Routes of this rank's tokens; None: no replay.
         old_logprobs: f32 [N], as `Engine.score` gave them for this microbatch.
         reference_logprobs: f32 [N], as `Engine.score_reference` gave them for this microbatch.
     """

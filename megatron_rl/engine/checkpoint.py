@@ -1,8 +1,8 @@
 """Model and optimizer on disk, in Megatron's distributed format: written at one layout, read at any other.
 
-The policy's randomness is not part of it: weights are drawn by name before the first step, and nothing drops out afterwards.
-Megatron keeps names and settings as pickled objects next to the tensors. They are read as data: what would run something is
-refused.
+Random states are not saved: random weights are initialised before the first step, and training has no dropout.
+Megatron stores names and settings as pickled objects next to the tensors. They are read as data: an object that would run code
+is refused.
 
 On a GPU Megatron starts helper processes while it saves, and these import the main module again: the program that trains needs
 the usual `if __name__ == "__main__"` guard.
@@ -57,7 +57,7 @@ def save_checkpoint(
         models: This rank's chunks, wrapped for training.
         optimizer: Theirs.
         architecture: What the model is.
-        dtype: Of the model, as in `model.dtype`.
+        dtype: Dtype of the model, as in `model.dtype`.
         step: Returned by `load_checkpoint`.
 
     Raises:
@@ -93,7 +93,7 @@ def load_checkpoint(
         models: This rank's chunks, wrapped for training.
         optimizer: Theirs.
         architecture: What the model is.
-        dtype: Of the model, as in `model.dtype`.
+        dtype: Dtype of the model, as in `model.dtype`.
 
     Returns:
         The step that it was saved with.
@@ -159,7 +159,7 @@ def _first_line(error: BaseException) -> str:
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {_first_line(cause)}"
     if isinstance(error, pickle.UnpicklingError) and "Weights only load failed" in str(error):
-        # torch's own message tells how to make it all the same
+        # torch's own message says how to load it anyway
         return "an object next to the tensors is more than data, and is not made"
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 

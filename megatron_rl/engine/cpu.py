@@ -183,7 +183,7 @@ def _fix_megatron() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = _keeps_step(
         DistributedOptimizer._set_main_param_and_optimizer_states
     )
-    # Experts cut over ranks (etp > 1) exchange as many rows as each rank happens to have: Gloo gathers and scatters equal
+    # Experts sharded over ranks (etp > 1) exchange as many rows as each rank happens to have: Gloo gathers and scatters equal
     # parts only.
     mappings._gather_along_first_dim = _gathers_uneven_parts(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _scatters_uneven_parts(mappings._reduce_scatter_along_first_dim)

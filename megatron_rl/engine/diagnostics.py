@@ -23,7 +23,7 @@ def full_gradients(engine: Engine, microbatches: Sequence[Microbatch], loss: Los
 
     Args:
         engine: The policy on this rank.
-        microbatches: Of this data-parallel rank, as many as every other's.
+        microbatches: Microbatches of this data-parallel rank, as many as every other's.
         loss: The step's loss, see head.Loss.
         denominators: What the shares of the loss are divided by.
 
@@ -55,6 +55,6 @@ def with_dropout(engine: Engine, probability: float) -> AbstractContextManager[N
 
     Args:
         engine: The policy on this rank.
-        probability: Of each element of a hidden state.
+        probability: Dropout probability of each element of a hidden state.
     """
     return apply_dropout(engine.chunks, probability, engine.groups.device)

@@ -18,7 +18,7 @@ def apply_dropout(chunks: Sequence[GPTModel], probability: float, device: torch.
 
     Args:
         chunks: This rank's chunks of the model.
-        probability: Of each element.
+        probability: Dropout probability of each element.
         device: Where the hidden states are.
     """
     random = torch.Generator(device).manual_seed(0)

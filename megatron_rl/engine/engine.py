@@ -35,7 +35,7 @@ from megatron_rl.weight_mapping import HeldParameter, ParameterTable, Placement
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one microbatch's N positions; zeros where there is no loss."""
+    """Scores of one microbatch's N positions; zeros where there is no loss."""
 
     log_probs: np.ndarray  # f32 [N]
     entropies: np.ndarray  # f32 [N], nats, over each token's own support (its keep-set, or the vocabulary)
@@ -116,16 +116,16 @@ class Engine:
         """Make one optimizer update.
 
         Args:
-            microbatches: Of this data-parallel rank, N positions each; as many as every other rank's.
+            microbatches: Microbatches of this data-parallel rank, N positions each; as many as every other rank's.
             loss: The step's loss, see head.Loss.
             denominators: What the shares of the loss are divided by.
             step: Number of the step, for error messages.
-            learning_rate: Of this step.
+            learning_rate: Learning rate of this step.
             old_logprobs: f32 [N] of each microbatch, from `score` under the old policy.
             reference_logprobs: f32 [N] of each microbatch, from `score_reference`.
 
         Returns:
-            The loss's metrics over the whole step and the step's own, the same on every rank.
+            The loss's metrics over the step and the step's own, the same on every rank.
 
         Raises:
             NonFiniteGradientError: The gradients hold NaN or infinity; the weights are unchanged.
@@ -165,7 +165,7 @@ class Engine:
         """Log-probabilities and entropies under the current weights.
 
         Args:
-            microbatches: Of this data-parallel rank; as many as every other rank's.
+            microbatches: Microbatches of this data-parallel rank; as many as every other rank's.
 
         Returns:
             One of each microbatch, on every rank of the pipeline.
@@ -184,7 +184,7 @@ class Engine:
         self._reference = self.parameters.snapshot()
 
     def score_reference(self, microbatches: Sequence[Microbatch]) -> list[Scores]:
-        """As `score`, under the weights of `keep_reference`."""
+        """Same as `score`, under the weights of `keep_reference`."""
         assert self._reference is not None, (
             "there is no reference policy: call keep_reference while the weights are the reference's"
         )
@@ -257,7 +257,7 @@ class Engine:
         """Tensors under Hugging Face names, gathered to rank 0 as they are iterated.
 
         Args:
-            dtype: Of tensors for which the table names none.
+            dtype: Dtype of tensors for which the table names none.
             shard_of: This rank's part of a parameter, or of something of its shape.
         """
         return WeightExport(self.placement, self.groups.rank, self.groups.device, dtype, shard_of)
@@ -287,7 +287,7 @@ class Engine:
         self.parameters.swap(weights)
 
     def _over_ranks(self, metrics: dict[str, Metric], timings: dict[str, Metric]) -> dict[str, Metric]:
-        """Of the ranks that hold the same tokens' values one reports for all."""
+        """Merge metrics over ranks. Of the ranks that hold the same tokens' values, one reports for all."""
         coords = self.groups.coords
         is_reporting_rank = self.groups.is_last_stage and coords.tp == 0 and coords.cp == 0
         everywhere: list[dict[str, Metric]] = [{} for _ in range(self.groups.layout.world_size)]

@@ -126,9 +126,9 @@ def build_groups(layout: Layout, device: torch.device, timeout_s: float, seed: i
 
     Args:
         layout: For as many ranks as torch.distributed, which is initialised already, has.
-        device: Of this rank's tensors.
-        timeout_s: Of each collective, in seconds.
-        seed: Of the run.
+        device: Device of this rank's tensors.
+        timeout_s: Timeout of each collective, in seconds.
+        seed: Seed of the run.
     """
     # Imported here: the package has to see the stand-in for CUDA, which choose_device puts in place.
     from megatron.core import parallel_state as ps
@@ -174,8 +174,8 @@ def parallel_layout(layout: Layout, *, timeout_s: float = 600.0, seed: int = 0) 
 
     Args:
         layout: For as many ranks as torch.distributed has.
-        timeout_s: Of each collective, in seconds.
-        seed: Of Megatron's random states.
+        timeout_s: Timeout of each collective, in seconds.
+        seed: Seed of Megatron's random states.
     """
     from megatron.core import parallel_state as ps
 
@@ -195,7 +195,7 @@ def _close_groups(groups: list[dist.ProcessGroup | None]) -> None:
 
 
 def _seed(seed: int) -> None:
-    """Weights are drawn by name and nothing drops out, so that no result depends on these states; they are set all the same."""
+    """Set Megatron's random states. No result depends on them: random weights follow from seed and name; there is no dropout."""
     from megatron.core import tensor_parallel
 
     random.seed(seed)

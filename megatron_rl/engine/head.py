@@ -1,4 +1,4 @@
-"""From the last stage's hidden states to log-probabilities and the loss, without logits of the whole vocabulary."""
+"""From the last stage's hidden states to log-probabilities and the loss, without logits of the full vocabulary."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Head:
     """The context-parallel group, over which the positions are cut."""
     sequence_parallel: bool
     entropy_full_tokens: int
-    """Loss tokens of each microbatch whose entropy over the whole vocabulary is measured too; each costs a dense row."""
+    """Loss tokens of each microbatch whose entropy over the full vocabulary is measured too; each costs a dense row."""
     num_outputs: int = 1
     """Hidden states for each position in a training pass: the policy's, then those of layers for multi-token prediction."""
 
@@ -65,7 +65,7 @@ class Head:
         )
         assert out.entropy is not None
         both = torch.stack([out.log_probs, out.entropy], dim=1)
-        # The loss may look at a whole sequence: every rank computes it from all positions, and has the gradient of its own ones.
+        # The loss may look at all of a sequence: every rank computes it from all positions, and has the gradient of its own ones.
         log_probs, entropies = gather_positions(both, microbatch.slices, self.context, sum_gradients=False).unbind(dim=1)
         return log_probs, entropies
 

@@ -117,7 +117,7 @@ class Backend:
         return TRANSFORMER_ENGINE if self.transformer_engine else LOCAL
 
     def describe(self) -> str:
-        """For the log."""
+        """A description for the log."""
         fused, accumulation = ("on" if on else "off" for on in (self.transformer_engine, self.apex_gradient_fusion))
         layers = "Transformer Engine" if self.transformer_engine else "PyTorch"
         return f"layers: {layers}; grouped expert products: {fused}; apex's fused gradient accumulation: {accumulation}"
@@ -145,7 +145,7 @@ def transformer_config(model: ModelArchitecture, config: Config, backend: Backen
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        # Weights come from a checkpoint or are drawn by name: Megatron's own initialisation would depend on the layout.
+        # Weights come from a checkpoint or depend on their names: Megatron's own initialisation would depend on the layout.
         perform_initialization=False,
         use_cpu_initialization=not backend.transformer_engine,
         **OPTIMIZERS[config.optimizer.name].model_settings(config),
@@ -288,7 +288,7 @@ def _build_chunk(
 
 
 def _skip_reductions_over_one_rank(chunk: PolicyModel) -> None:
-    """Skip the reduction after an expert's second linear map.
+    """Skip the reduction after an expert's second linear layer.
 
     Biases of experts are added in place to what linear_fc2 returns, which autograd forbids after a reduction. Over the one rank
     of an expert (it is not cut when it has a bias) the reduction is the identity.
@@ -330,7 +330,7 @@ def _with_modules(spec: Any, modules: dict[str, type]) -> Any:
 
 
 def mark_parameters(chunks: list[PolicyModel], placement: Placement, rank: int) -> None:
-    """Mark for Megatron which parameters are experts' and which are cut over tensor-parallel ranks; before DDP is built.
+    """Mark for Megatron which parameters are experts' and which are sharded over tensor-parallel ranks; before DDP is built.
 
     Experts: 0.16.1 decides by ep > 1 alone; with ep = 1 and tp != etp it reduces their gradients over the wrong group, silently.
     Cut: Megatron notes it where it initialises a weight, which it does not do here. Without the mark the gradient norm

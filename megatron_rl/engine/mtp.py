@@ -61,7 +61,7 @@ def local_name(name: str, chunk: GPTModel) -> str:
 
 
 def transformer_layers(chunk: GPTModel) -> list[TransformerLayer]:
-    """Of a chunk, the decoder's and those inside of its layers for multi-token prediction."""
+    """The transformer layers of a chunk: the decoder's, and those inside of its multi-token prediction layers."""
     ahead = getattr(getattr(chunk, "mtp", None), "layers", ())
     return [*chunk.decoder.layers, *(getattr(x, _TRANSFORMER_LAYER_SINCE_0_17, None) or x.transformer_layer for x in ahead)]
 
@@ -119,7 +119,7 @@ def targets_ahead(microbatch: Microbatch, depth: int, own: np.ndarray) -> tuple[
         own: i64 [n], this rank's positions.
 
     Returns:
-        The targets of the positions `own`, over the whole vocabulary, and bool [N]: which of all positions have a loss.
+        The targets of the positions `own`, over the full vocabulary, and bool [N]: which of all positions have a loss.
     """
     targets, scored = np.zeros_like(microbatch.targets), np.zeros_like(microbatch.loss_mask)
     for start, end in zip(microbatch.segment_ends, microbatch.segment_ends[1:], strict=False):

@@ -29,7 +29,7 @@ class LocalParameters:
     """This rank's parameters in the order of the model; iterating gives each with its tensor. Nothing here is a collective.
 
     Args:
-        placement: Of the model, at the run's layout.
+        placement: Placement of the model, at the run's layout.
         rank: This process's global rank.
         chunks: This rank's virtual pipeline chunks, not yet wrapped for training.
     """

@@ -29,7 +29,7 @@ class Passes:
         groups: This rank's process groups.
         models: This rank's chunks, wrapped for training.
         replay: The handles of the same chunks' routers.
-        quantiser: Of the same chunks' parameters.
+        quantiser: Quantiser of the same chunks' parameters.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Passes:
         """Check the routes of microbatches, and copy this rank's positions to its device.
 
         Args:
-            microbatches: Of this data-parallel rank, N positions each.
+            microbatches: Microbatches of this data-parallel rank, N positions each.
             old_logprobs: f32 [N] of each microbatch, under the old policy.
             reference_logprobs: f32 [N] of each microbatch, under the reference policy.
 

@@ -38,7 +38,7 @@ class PolicyQuantiser:
     Args:
         selection: Which parameters are quantised.
         parameters: Those that this rank holds, with their tensors.
-        device: Of the tensors.
+        device: Device of the tensors.
 
     Raises:
         QuantisationError: The layout cuts a matrix within a block of NVFP4.
@@ -107,7 +107,7 @@ class Nvfp4WeightExport:
 
     Args:
         tensors: The policy.
-        quantiser: Of the same parameters.
+        quantiser: Quantiser of the same parameters.
         stored_as: The format.
     """
 
@@ -141,24 +141,24 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def check_input_quantisation(*, has_transformer_engine: bool) -> None:
-    """Raise UnsupportedModelError where the input of a linear map cannot be quantised."""
+    """Raise UnsupportedModelError where the input of a linear layer cannot be quantised."""
     if has_transformer_engine:
         raise UnsupportedModelError(
-            "precision.activations = 'nvfp4': Transformer Engine's linear maps start with a fused norm, before which nothing can "
-            "be quantised; train with precision.training = 'native', or leave precision.activations at full precision"
+            "precision.activations = 'nvfp4': Transformer Engine's linear layers start with a fused norm, before which nothing "
+            "can be quantised; train with precision.training = 'native', or leave precision.activations at full precision"
         )
 
 
 def quantise_inputs(modules: Iterable[torch.nn.Module], amax: float, device: torch.device) -> None:
-    """Make linear maps multiply NVFP4 activations.
+    """Make linear layers multiply NVFP4 activations.
 
     The global scale is a constant: it depends neither on how tokens are cut into microbatches nor on the layout, and servers have
     one that was fixed beforehand as well.
 
     Args:
-        modules: The linear maps.
+        modules: The linear layers.
         amax: Largest activation that the scale represents.
-        device: Of the activations.
+        device: Device of the activations.
     """
     limit = torch.tensor(amax, device=device)
     for module in modules:

@@ -66,7 +66,7 @@ class RankPool:
             for pipe in answered or list(waiting)[:1]:
                 failure, results[waiting[pipe]] = _answer(pipe)
                 if failure:
-                    # What the case left behind would disturb the next one.
+                    # What is left over from the case would disturb the next one.
                     self.close()
                     raise CaseFailedError(f"rank {waiting[pipe]} of {self.size}: {failure}")
         return [results[rank] for rank in range(self.size)]
@@ -116,10 +116,10 @@ def _answer(pipe: Connection) -> tuple[str | None, Any]:
 def _serve(
     rank: int, size: int, rendezvous: socket.socket | int, pipe: Connection, log_file: Path | None, environment: dict[str, str]
 ) -> None:
-    """The life of one rank.
+    """Run one rank from its start to its exit.
 
     Args:
-        rank: Its number.
+        rank: Number of the rank.
         size: Number of ranks.
         rendezvous: The socket at which rank 0 serves the store; its port for the others.
         pipe: Cases come in, answers go out.

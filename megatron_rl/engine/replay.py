@@ -62,9 +62,9 @@ def make_routes(
         positions: i64 [T], the rows' positions among the N of the microbatch.
         own: i64 [T], the positions that this rank's routers see.
         num_layers: L, MoE layers of this rank.
-        num_experts: Of a layer.
+        num_experts: Number of experts of a layer.
         top_k: K, experts per token.
-        device: Of the routers.
+        device: Device of the routers.
 
     Raises:
         RouteError: At the first broken rule.
@@ -100,7 +100,7 @@ def _check_rows(experts: np.ndarray, recorded: np.ndarray, num_experts: int, pos
             raise RouteError(f"position {positions[token]}, MoE layer {layer} of this rank: experts {found} {what}; rule: {rule}")
 
     asked = recorded[:, None, None]
-    refuse((experts >= num_experts) & asked, "are out of range", f"experts lie in 0..{num_experts - 1}")
+    refuse((experts >= num_experts) & asked, "are out of range", f"experts must be in 0..{num_experts - 1}")
     ordered = np.sort(experts, axis=-1)
     refuse((ordered[..., 1:] == ordered[..., :-1]) & asked, "repeat one", "a token goes to each of its experts once")
 
@@ -186,7 +186,7 @@ class RoutingReplay:
 
         Args:
             chunk: Number of the chunk on this rank.
-            routes: Of one microbatch; None: the routers choose.
+            routes: Routes of one microbatch; None: the routers choose.
             backward_follows: Keep the routes for a recomputation in the backward pass.
         """
         handles = self._handles[chunk]

@@ -18,7 +18,7 @@ from megatron_rl.engine.replay import RoutingReplay
 from megatron_rl.errors import RunError
 
 Finish = Callable[[Tensor, DeviceMicrobatch], tuple[Tensor, Any]]
-"""On the last stage: (hidden states, microbatch) to (a scalar to differentiate, what is kept of the microbatch)."""
+"""Runs on the last stage: (hidden states, microbatch) to (a scalar to differentiate, what is kept of the microbatch)."""
 
 
 class ScheduleError(RunError, ValueError):

@@ -1,4 +1,4 @@
-"""The whole model under Hugging Face names, gathered to rank 0 bucket by bucket."""
+"""The complete model under Hugging Face names, gathered to rank 0 bucket by bucket."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +22,10 @@ class WeightExport:
     tensor may be a view of a buffer that is used again: it is valid until the next one is requested.
 
     Args:
-        placement: Of the model, at the run's layout.
+        placement: Placement of the model, at the run's layout.
         rank: This process's global rank.
         device: Where parts are received.
-        dtype: Of tensors for which the table names none.
+        dtype: Dtype of tensors for which the table names none.
         shard_of: This rank's part of a parameter, of the shard's shape.
     """
 

@@ -104,7 +104,7 @@ class InferenceEngine(Protocol):
 
     @property
     def name(self) -> str:
-        """As `servers.engine` spells it."""
+        """The engine's name in `servers.engine`."""
         ...
 
     @property
@@ -153,7 +153,7 @@ class InferenceEngine(Protocol):
             key: The run's.
             keep_set_source: How keep-sets are read.
             max_keep_set: Size of the widest keep-set that `processed_logprobs` carries.
-            timeout_s: Of one request, from sending to the complete answer.
+            timeout_s: Timeout of one request, from sending to the complete answer.
         """
         ...
 

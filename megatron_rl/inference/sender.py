@@ -20,7 +20,7 @@ class ServerAddress:
     name: str
     url: str
     num_workers: int = 1
-    """Its tensor-parallel size."""
+    """Number of the server's workers: its tensor-parallel size."""
     incarnation: int = 0
     """How often it has been started. A server that came back at the same url must not be taken for the former one."""
 

@@ -52,7 +52,7 @@ def dense_blocks(plan: ShardPlan, keep_sets: KeepSets, shard: Shard, temperature
 
     Args:
         plan: The work of the call.
-        keep_sets: Of all T tokens.
+        keep_sets: Keep-sets of all T tokens.
         shard: This rank's vocabulary rows.
         temperature: A number, or [T].
     """

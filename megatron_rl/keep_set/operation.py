@@ -52,9 +52,9 @@ def keep_set_log_probs(
             region here: its gradient is all-reduced (reduce-scattered with sequence parallelism) over the group.
         weight: [V_padded / tp, H], this rank's vocabulary rows, of the hidden states' dtype. If it has Megatron's `main_grad`,
             its gradient is added there, see WeightGradient.
-        keep_sets: Of all T positions, the same on every rank, checked once by `check_keep_sets`. This call checks shapes, the
-            range of the ids and that each target is in its set, because a violation of these would give a plausible, wrong
-            number.
+        keep_sets: Keep-sets of all T positions, the same on every rank, checked once by `check_keep_sets`. This call checks
+            shapes, the range of the ids and that each target is in its set, because a violation of these would give a
+            plausible, wrong number.
         temperature: > 0; divides the logits; a number or fp32 [T] (anything positive where unscored).
         vocab_size: Ids without padding; rows beyond it never take part.
         group: The tensor-parallel group; None without tensor parallelism. All its ranks must call.
@@ -96,7 +96,7 @@ def entropy_full(
     group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
 ) -> Tensor:
-    """Entropies over the whole vocabulary of some positions, without gradient. They cost S dense rows.
+    """Entropies over the full vocabulary of some positions, without gradient. They cost S dense rows.
 
     Args:
         hidden: As for `keep_set_log_probs`.
@@ -186,7 +186,7 @@ class _KeepSetLogProbs(torch.autograd.Function):
 
 
 def _statistics(call: _Call, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of this rank's pairs, [n], and the statistics of all tokens over the whole vocabulary, [4, T]."""
+    """Logits of this rank's pairs, [n], and the statistics of all tokens over the full vocabulary, [4, T]."""
     plan, num_tokens = call.plan, call.keep_sets.num_tokens
     if plan.is_empty:
         nothing = hidden.new_empty(0, dtype=accumulation_dtype(hidden))

@@ -67,7 +67,7 @@ def add_weight_gradient(kernels: ModuleType, d_logits: Tensor, hidden: Tensor, p
     """Add the sum over a row's pairs of d_logit * hidden[token] to each row: deterministic without atomics.
 
     Args:
-        kernels: Of the device: cpu_kernels or triton_kernels.
+        kernels: Kernels of the device: cpu_kernels or triton_kernels.
         d_logits: [n], gradients of the pairs' logits.
         hidden: [T, H].
         pairs: The same n pairs.

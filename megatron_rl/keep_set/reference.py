@@ -14,7 +14,7 @@ def reference_log_probs(
     Args:
         hidden: [T, H].
         weight: [V_padded, H].
-        keep_sets: Of the T tokens.
+        keep_sets: Keep-sets of the T tokens.
         temperature: A number, or [T].
         vocab_size: Ids without padding.
 

@@ -20,7 +20,7 @@ class TokenKind(IntEnum):
 
     UNSCORED = 0  # prompt, tool output, padding: value 0, no gradient, no work; its set is empty
     KEEP_SET = 1  # normalised over its own set, which is not empty and holds the target
-    FULL = 2  # normalised over the whole vocabulary; its set is empty
+    FULL = 2  # normalised over the full vocabulary; its set is empty
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class KeepSets:
             target_ids: i64 [T].
             scored: bool [T], positions that need a value.
             full: bool [T], those of them that no truncation touched.
-            sets: Of T rows; empty where a position is not scored, or over the full vocabulary.
+            sets: Keep-sets of T rows; empty where a position is not scored, or over the full vocabulary.
         """
         kinds = np.where(full, TokenKind.FULL, TokenKind.KEEP_SET) * scored
         arrays = (target_ids, kinds.astype(np.uint8), sets.ids, sets.offsets)
@@ -73,7 +73,7 @@ class KeepSets:
 
     @property
     def device(self) -> torch.device:
-        """Of all four tensors."""
+        """The device of all four tensors."""
         return self.target_ids.device
 
     def sizes(self) -> Tensor:
@@ -85,7 +85,7 @@ def check_keep_sets(keep_sets: KeepSets, *, vocab_size: int, locate: Callable[[i
     """Refuse sets that break the contract; meant to run once, on CPU data, before anything is scored.
 
     Args:
-        keep_sets: Of all positions.
+        keep_sets: Keep-sets of all positions.
         vocab_size: Ids without padding.
         locate: Names the rollout, and the token within it, of a position; by default "unnamed" and the position itself.
 
@@ -122,13 +122,13 @@ def _violations(sets: KeepSets, vocab_size: int) -> Iterator[tuple[Tensor, Tenso
     yield where(
         (kinds != TokenKind.UNSCORED) & outside,
         targets,
-        f"targets lie in 0..{vocab_size - 1}, the vocabulary without its padding",
+        f"target ids must be in 0..{vocab_size - 1}, the vocabulary without its padding",
     )
 
     owner = torch.repeat_interleave(everywhere, sizes)
     ids = sets.keep_ids.long()
     bad = (ids < 0) | (ids >= vocab_size)
-    yield owner[bad], ids[bad], f"kept ids lie in 0..{vocab_size - 1}, the vocabulary without its padding"
+    yield owner[bad], ids[bad], f"keep-set ids must be in 0..{vocab_size - 1}, the vocabulary without its padding"
     key, _ = torch.sort(owner * vocab_size + ids)
     repeated = key[1:][key[1:] == key[:-1]]
     yield repeated // vocab_size, repeated % vocab_size, "an id stands in a keep-set once"

@@ -4,8 +4,8 @@ A token takes one of three routes, each chosen from what all ranks know, so that
 
 * nothing: unscored tokens, and singletons, whose log-prob and gradient are 0 by definition;
 * pairs: the rows of the weight that its set names are read one by one, cost ~ size of the set;
-* dense: the whole vocabulary in chunks, cost ~ vocabulary size; for tokens without truncation, and for sets so wide that a matrix
-  product over the whole vocabulary is cheaper than reading their rows.
+* dense: the full vocabulary in chunks, cost ~ vocabulary size; for tokens without truncation, and for sets so wide that a matrix
+  product over the full vocabulary is cheaper than reading their rows.
 """
 
 from collections.abc import Iterator
@@ -88,7 +88,7 @@ class ShardPlan:
 
     @property
     def num_dense_tokens(self) -> int:
-        """On the dense route, with a set or without."""
+        """Number of tokens on the dense route, with a set or without."""
         return len(self.wide_tokens) + len(self.full_tokens)
 
     @property
@@ -101,10 +101,10 @@ def make_shard_plan(keep_sets: KeepSets, shard: Shard, vocab_size: int, device: 
     """Choose the route of each token, and select this rank's pairs.
 
     Args:
-        keep_sets: Of all T tokens, the same on every rank.
+        keep_sets: Keep-sets of all T tokens, the same on every rank.
         shard: This rank's vocabulary rows.
         vocab_size: Ids without padding.
-        device: Of the hidden states.
+        device: Device of the hidden states.
 
     Raises:
         ContractError: What would give a plausible, wrong number: no set, a target outside its set, an id out of range.
@@ -136,7 +136,7 @@ def pairs_of(sets: KeepSets, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The kept ids of some tokens.
 
     Args:
-        sets: Of all tokens.
+        sets: Keep-sets of all tokens.
         tokens: int64 [m], ascending.
 
     Returns:
@@ -178,7 +178,7 @@ def _refuse_bad_pairs(sets: KeepSets, ids: Tensor, owner: Tensor, vocab_size: in
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         bad = int(((ids < 0) | (ids >= vocab_size)).nonzero()[0])
         raise ContractError(
-            rollout="unnamed", token=int(owner[bad]), value=int(ids[bad]), rule=f"kept ids lie in 0..{vocab_size - 1}"
+            rollout="unnamed", token=int(owner[bad]), value=int(ids[bad]), rule=f"keep-set ids must be in 0..{vocab_size - 1}"
         )
     tokens = torch.unique_consecutive(owner)
     found = owner[is_target]
@@ -211,5 +211,5 @@ def _refuse_bad_targets(sets: KeepSets, full_tokens: Tensor, vocab_size: int) ->
     if bool(outside.any()):
         bad = int(full_tokens[outside][0])
         raise ContractError(
-            rollout="unnamed", token=bad, value=int(sets.target_ids[bad]), rule=f"targets lie in 0..{vocab_size - 1}"
+            rollout="unnamed", token=bad, value=int(sets.target_ids[bad]), rule=f"target ids must be in 0..{vocab_size - 1}"
         )

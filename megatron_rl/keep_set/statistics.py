@@ -48,7 +48,7 @@ def merge_across_ranks(statistics: Tensor, group: dist.ProcessGroup | None) -> T
         group: The tensor-parallel group.
 
     Returns:
-        [4, T] of the whole vocabulary.
+        [4, T] of the full vocabulary.
     """
     return merge(gather_rows(statistics, group).view(group_size(group), 4, -1))
 

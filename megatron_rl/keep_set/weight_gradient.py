@@ -13,7 +13,7 @@ class WeightGradient:
     """Adds to Megatron's `weight.main_grad` in place where it exists, else to a separate dense gradient.
 
     Megatron's protocol (its own fused linear layer follows the same one): a parameter of its DDP has `grad_added_to_main_grad`;
-    if set, it tells the backward hook not to add what autograd delivers. A gradient has to be delivered all the same, or the
+    if set, the backward hook does not add what autograd delivers. A gradient has to be delivered all the same, or the
     hook does not run and the bucket is never reduced: an uninitialised tensor, never read. `zero_out_wgrad` (an embedding tied
     to the output layer) means that autograd will add the embedding's gradient to it and that the hook will add the sum: zeros
     then.
@@ -48,7 +48,7 @@ class WeightGradient:
         """Add left^T right to the k rows from `first_row`.
 
         Args:
-            first_row: Of the k rows.
+            first_row: Number of the first of the k rows.
             left: fp32 [N, k].
             right: [N, H].
         """

@@ -1,4 +1,4 @@
-"""Muon for the logical matrices of a model that is cut over many ranks; its update does not depend on the layout.
+"""Muon for the logical matrices of a model that is sharded over many ranks; its update does not depend on the layout.
 
 tasks = stage_tasks(placement, stage, newton_schulz_steps)
 rounds = assign_rounds(tasks, layout.ranks_per_stage, elements_per_rank)      # the Muon assignment: who orthogonalises what

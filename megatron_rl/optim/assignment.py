@@ -2,7 +2,7 @@
 
 The ranks of a pipeline stage hold the stage's matrices in pieces (tensor parallelism cuts matrices, the distributed optimizer
 cuts what is left over the data-parallel ranks). For each parameter one rank, its owner, collects the pieces, orthogonalises its
-logical matrices and sends the pieces of the update back. This is done in rounds of whole layers, so that the exchange of one
+logical matrices and sends the pieces of the update back. This is done in rounds of complete layers, so that the exchange of one
 round overlaps with the work of another.
 """
 
@@ -24,26 +24,26 @@ class MuonTask:
 
     @property
     def elements(self) -> int:
-        """Of the parameter's logical matrices."""
+        """Number of elements of the parameter's logical matrices."""
         return sum(rows * columns for rows, columns in self.parameter.mapping.part_shapes)
 
 
 @dataclass(frozen=True)
 class AssignedRound:
-    """Whole layers, exchanged and orthogonalised together."""
+    """Complete layers, exchanged and orthogonalised together."""
 
     tasks: tuple[MuonTask, ...]
     owners: tuple[int, ...]
-    """Of each task, a rank within the stage."""
+    """The owner of each task: a rank within the stage."""
 
 
 def stage_tasks(placement: Placement, stage: int, steps: int) -> list[MuonTask]:
     """The parameters of a stage that Muon updates, layer after layer.
 
     Args:
-        placement: Of the model, at the run's layout.
+        placement: Placement of the model, at the run's layout.
         stage: Pipeline stage, from 0.
-        steps: Of the Newton-Schulz iteration.
+        steps: Number of Newton-Schulz iterations.
     """
     layout = placement.layout
     first = stage * layout.ranks_per_stage

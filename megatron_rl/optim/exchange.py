@@ -61,13 +61,13 @@ class Routing:
     """One round on one rank: which pieces it sends to and receives back from each owner, and which parameters it owns itself."""
 
     outgoing: tuple[tuple[int, ...], ...]
-    """By owner: numbers of this rank's pieces whose values the owner needs."""
+    """For each owner, the numbers of this rank's pieces whose values the owner needs."""
     incoming: tuple[tuple[Piece, ...], ...]
-    """By rank: pieces whose values this rank receives as their owner."""
+    """For each rank, the pieces whose values this rank receives as their owner."""
     updated: tuple[tuple[int, ...], ...]
-    """By owner: numbers of this rank's pieces whose updates it receives."""
+    """For each owner, the numbers of this rank's pieces whose updates it receives."""
     returned: tuple[tuple[Piece, ...], ...]
-    """By rank: pieces whose updates this rank sends as their owner."""
+    """For each rank, the pieces whose updates this rank sends as their owner."""
     owned: tuple[Parameter, ...]
 
 
@@ -76,7 +76,7 @@ def routing_of(assigned: AssignedRound, pieces: Sequence[Sequence[Piece]], rank:
 
     Args:
         assigned: The round.
-        pieces: Of every rank of the stage, in the order in which each sends them.
+        pieces: Pieces of every rank of the stage, in the order in which each sends them.
         rank: Within the stage.
     """
     owner_of = {task.parameter.name: owner for task, owner in zip(assigned.tasks, assigned.owners, strict=True)}
@@ -111,7 +111,7 @@ def bytes_sent(rounds: Sequence[AssignedRound], pieces: Sequence[Sequence[Piece]
 
     Args:
         rounds: The Muon assignment.
-        pieces: Of every rank of the stage.
+        pieces: Pieces of every rank of the stage.
     """
     owner_of = {task.parameter.name: owner for each in rounds for task, owner in zip(each.tasks, each.owners, strict=True)}
     replicated = _replicated(rounds)
@@ -135,7 +135,7 @@ def assemble(routing: Routing, received: Sequence[Tensor]) -> dict[str, Tensor]:
     """Megatron's full tensor of each owned parameter, by name, from its pieces.
 
     Args:
-        routing: Of the round.
+        routing: Routing of the round.
         received: From each rank, the incoming pieces as one flat tensor.
     """
     shards: dict[str, dict[int, Tensor]] = {parameter.name: {} for parameter in routing.owned}
@@ -154,7 +154,7 @@ def split_updates(routing: Routing, full: dict[str, Tensor], like: Tensor) -> li
     """For each rank the pieces of full tensors that it gets back, as one flat tensor.
 
     Args:
-        routing: Of the round.
+        routing: Routing of the round.
         full: Megatron's full tensor of each owned parameter, by name.
         like: A rank without pieces gets an empty tensor of its dtype and device.
     """

@@ -35,11 +35,11 @@ class DistributedMuon:
     """The part of Muon that one rank runs. Construction and `step` are collectives of the stage.
 
     Args:
-        settings: Of the run.
+        settings: Settings of the run.
         rounds: The Muon assignment of the stage, the same on all its ranks.
         pieces: This rank's. Together the ranks hold every element of each shard once.
         group: The ranks of the pipeline stage.
-        device: Of the pieces.
+        device: Device of the pieces.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DistributedMuon:
 
         Args:
             held: The state of each of this rank's pieces, in their order. The gradients are overwritten.
-            rates: Of this step.
+            rates: Rates of this step.
         """
         if not self._routings:
             return
@@ -105,7 +105,7 @@ def updates_of(parameters: Sequence[Parameter], directions: dict[str, Tensor], s
     Args:
         parameters: What is updated.
         directions: Nesterov's direction of each, Megatron's full fp32 tensor, by name.
-        settings: Of the run.
+        settings: Settings of the run.
 
     Returns:
         Megatron's full tensor of each update, fp32, by name.

@@ -1,7 +1,7 @@
 """QK-clip (MuonClip, Kimi K2): where a head's attention logits exceed a threshold, its queries and keys are scaled down.
 
-A head's largest logit S over the step gives g = min(1, threshold / S). What one head owns on both sides of the product is scaled
-by sqrt(g) on each; what its queries multiply with a key that heads share, by g on the queries' side alone.
+A head's largest logit S over the step gives g = min(1, threshold / S). Where a head has its own queries and
+keys, each is scaled by sqrt(g). Where heads share a key (the rotary part of latent attention), only the queries are scaled, by g.
 """
 
 import torch

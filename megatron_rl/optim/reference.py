@@ -10,7 +10,7 @@ from megatron_rl.optim.newton_schulz import orthogonalise, update_scale
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """Of the run, the same for all matrices and steps."""
+    """Settings of Muon: the same for all matrices and steps of a run."""
 
     momentum: float = 0.95
     newton_schulz_steps: int = 5
@@ -19,7 +19,7 @@ class MuonSettings:
 
 @dataclass(frozen=True)
 class MuonRates:
-    """Of one step."""
+    """Learning rate and weight decay of one step."""
 
     learning_rate: float
     weight_decay: float
@@ -34,8 +34,8 @@ def reference_step(
         weight: [R, C], a logical matrix.
         momentum: [R, C].
         gradient: [R, C].
-        settings: Of the run.
-        rates: Of the step.
+        settings: Settings of the run.
+        rates: Rates of the step.
 
     Returns:
         The weight and the momentum after the step, float64 [R, C].

@@ -34,14 +34,14 @@ class CheckpointFormat(ABC):
     input_scale: ClassVar[str]
     """Names of a module's tensors, after the module's name and a dot."""
     scale_shape: ClassVar[tuple[int, ...]]
-    """Of a global scale."""
+    """Shape of a global scale."""
 
     def specs(self, name: str, shape: tuple[int, ...]) -> list[TensorSpec]:
         """What a weight becomes.
 
         Args:
             name: Hugging Face name of the weight, MODULE.weight.
-            shape: Of the weight, [outputs, inputs].
+            shape: Shape of the weight, [outputs, inputs].
         """
         module, (outputs, inputs) = name.removesuffix(_WEIGHT), shape
         specs = [
@@ -94,7 +94,7 @@ class CheckpointFormat(ABC):
         """`quantization_config` of config.json.
 
         Args:
-            modules: Hugging Face names of linear maps that are not quantised.
+            modules: Hugging Face names of linear layers that are not quantised.
             expert_lists: Names of lists of experts (model.layers.3.mlp.experts) none of which is quantised.
         """
 
@@ -168,7 +168,7 @@ class CompressedTensors(CheckpointFormat):
 
 
 FORMATS: dict[str, type[CheckpointFormat]] = {"modelopt": ModelOpt, "compressed-tensors": CompressedTensors}
-"""By their names on the command line."""
+"""The formats by their names on the command line."""
 
 
 def format_named(name: str) -> type[CheckpointFormat]:
@@ -187,7 +187,7 @@ def stored_format(precision: Precision, name: str = "modelopt") -> CheckpointFor
 
     Args:
         precision: The run's section [precision].
-        name: Of FORMATS.
+        name: A key of FORMATS.
 
     Raises:
         QuantisationError: FORMATS has no such name.

@@ -46,7 +46,7 @@ class Nvfp4:
 
     @property
     def num_bytes(self) -> int:
-        """Of packed values and scales."""
+        """Number of bytes of packed values and scales."""
         return sum(part.numel() * part.element_size() for part in (self.packed, self.block_scales, self.global_scale))
 
 
@@ -67,7 +67,7 @@ def encoding_scale(amax: Tensor) -> Tensor:
 
 
 def quantise(matrix: Tensor, amax: Tensor) -> Nvfp4:
-    """Quantise a matrix; some of its rows, or whole blocks of its columns, give the same rows or blocks of the result.
+    """Quantise a matrix; some of its rows, or complete blocks of its columns, give the same rows or blocks of the result.
 
     Args:
         matrix: [outputs, inputs], of any floating dtype.

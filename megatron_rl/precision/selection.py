@@ -9,7 +9,7 @@ from megatron_rl.precision.nvfp4 import BLOCK, QuantisationError
 from megatron_rl.weight_mapping import HeldParameter, Parameter, ParameterTable, Role
 
 ROLES = {"attention": Role.ATTENTION, "mlp": Role.MLP, "experts": Role.EXPERT}
-"""By the names in [precision] modules."""
+"""Roles by the names in [precision] modules."""
 
 
 class Selection:
@@ -17,7 +17,7 @@ class Selection:
 
     Args:
         table: The model's parameters.
-        modules: Of ROLES.
+        modules: Keys of ROLES.
         exclude: Patterns of Hugging Face module names, matched segment by segment from the first one.
 
     Raises:
@@ -53,7 +53,7 @@ def selection_of(section: Precision, table: ParameterTable) -> Selection:
 
 
 def check_cuts(parameters: Iterable[HeldParameter]) -> None:
-    """Return if each shard consists of whole blocks.
+    """Return if each shard consists of complete blocks.
 
     Raises:
         QuantisationError: A rank's shard would cut through blocks; lists all.
@@ -68,7 +68,7 @@ def check_cuts(parameters: Iterable[HeldParameter]) -> None:
 
 
 def module_names(parameter: Parameter) -> list[str]:
-    """Hugging Face names of the linear maps that a parameter is made of."""
+    """Hugging Face names of the linear layers that a parameter is made of."""
     return [tensor.name.removesuffix(".weight") for tensor in parameter.hf]
 
 

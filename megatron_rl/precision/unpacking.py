@@ -16,7 +16,7 @@ class Unpacker:
 
     Args:
         names: All names that will arrive; they tell packed weights from plain ones.
-        dtype: Of the dequantised weights.
+        dtype: Dtype of the dequantised weights.
     """
 
     def __init__(self, names: Iterable[str], dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ class ContractError(RunError, ValueError):
 
     Attributes:
         rollout: uid of the record.
-        token: Index of the offending position; None where the whole record is meant.
+        token: Index of the offending position; None where the complete record is meant.
         value: What was found.
         rule: The contract that it breaks.
     """

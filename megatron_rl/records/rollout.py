@@ -192,7 +192,7 @@ def check_keep_mass(uid: str, keep_sets: RaggedIds, keep_logprobs: np.ndarray, t
     A smaller mass means that the set was cut, for example by ties beyond the number of log-probs that was asked for.
 
     Args:
-        uid: Of the rollout, for the message.
+        uid: Id of the rollout, for the message.
         keep_sets: C rows; those without ids are passed over.
         keep_logprobs: f32 [nnz], of the ids of keep_sets.
         tolerance: Largest |mass - 1|.

@@ -1,4 +1,4 @@
-"""What the orchestrator steers by: no token ids, only lengths, rewards, versions and where the payload is."""
+"""What the orchestrator knows of rollouts: lengths, rewards, versions and where the payload is, but no token ids."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +14,9 @@ class RolloutSummary:
     """
 
     uid: str
-    """Of the rollout: its group's uid, a dot, its number in the group."""
+    """Id of the rollout: its group's uid, a dot, its number in the group."""
     file: str
-    """Of the payload, relative to the spool; '' for a rollout that is not kept."""
+    """Path of the payload file, relative to the spool; '' for a rollout that is not kept."""
     index: int
     """Record number in the file, from 0."""
     num_prompt_tokens: int
@@ -72,7 +72,7 @@ class GroupResult:
     failure: str | None = None
     """'contract', 'reward', 'server' or 'prompt'; None where the group succeeded."""
     message: str = ""
-    """Of the failure."""
+    """Message of the failure."""
     seconds: float = 0.0
     """From the task to the result."""
     payload_bytes: int = 0
@@ -91,7 +91,7 @@ class PlanEntry:
     uid: str
     prompt_index: int
     file: str
-    """Of the payload, relative to the spool."""
+    """Path of the payload file, relative to the spool."""
     index: int
     """Record number in the file, from 0."""
     num_tokens: int
@@ -114,7 +114,7 @@ class StepPlan:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Of all entries."""
+        """Number of loss tokens of all entries."""
         return sum(e.num_loss_tokens for e in self.entries)
 
     @property

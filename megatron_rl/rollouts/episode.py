@@ -5,7 +5,7 @@
     keep-sets |                 | its own       | empty      | its own       |
     routes    | --- those of turn 1's request --|--- turn 2's request -----| (all but the very last token)
 
-Each turn's request has the whole sequence so far as its prompt, and its routes cover it. A row is taken from the first request
+Each turn's request has the complete sequence so far as its prompt, and its routes cover it. A row is taken from the first request
 that has it: the recorded log-probs were computed with these experts, also where the weights have changed since.
 """
 
@@ -41,7 +41,7 @@ class EpisodeRules:
     """What holds for all episodes of a run."""
 
     sampling: Sampling
-    """Its max_new_tokens is that of one turn."""
+    """How each turn is sampled; max_new_tokens is that of one turn."""
     stop_token_ids: tuple[int, ...]
     max_sequence_length: int
     max_turns: int = 1

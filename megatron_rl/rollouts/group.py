@@ -146,7 +146,7 @@ def summary_of(rollout: Rollout, file: str, index: int, contract: ModelContract)
 
     Args:
         rollout: The record.
-        file: Of its payload, relative to the spool; "" for a rollout that is not kept.
+        file: Path of its payload, relative to the spool; "" for a rollout that is not kept.
         index: Its place in the file.
         contract: What the records of the model look like.
     """

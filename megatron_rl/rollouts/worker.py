@@ -30,10 +30,10 @@ from megatron_rl.wire.control import Ack, GroupReport, WorkOrder, WorkRequest
 logger = logging.getLogger(__name__)
 
 MAX_GROUPS = 512
-"""In flight in one worker; the orchestrator sends what the staleness bound and the servers admit."""
+"""Largest number of groups in flight in one worker; the staleness bound and the servers usually admit fewer."""
 
 PATIENCE_S = 30.0
-"""For an orchestrator that does not answer; then the worker ends."""
+"""Seconds that the worker waits for an orchestrator that does not answer, before it exits."""
 
 
 class Worker:

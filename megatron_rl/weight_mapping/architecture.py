@@ -105,11 +105,11 @@ class ModelArchitecture:
     """
 
     model_type: str
-    """As in config.json, e.g. "qwen3_moe"."""
+    """The model_type in config.json, e.g. "qwen3_moe"."""
     num_layers: int
     hidden_size: int
     vocab_size: int
-    """As in config.json, without padding for tensor parallelism."""
+    """The vocab_size in config.json, without padding for tensor parallelism."""
     ffn_hidden_size: int
     """Width of the MLP in dense layers."""
     attention: GroupedQueryAttention | LatentAttention
@@ -122,7 +122,7 @@ class ModelArchitecture:
     initializer_range: float
     """Standard deviation of random initial weights."""
     linear_biases: bool = False
-    """All linear maps of the layers, the router too, have biases (GPT-OSS)."""
+    """All linear layers of the layers, the router too, have biases (GPT-OSS)."""
     num_mtp_layers: int = 0
     """Layers after the last decoder layer that predict further tokens (multi-token prediction, MTP). They take no part in the
     function from token ids to logits; they have their own loss, or are only kept unchanged."""

@@ -1,4 +1,4 @@
-"""GPT-OSS: biases on all linear maps, attention sinks, windows in every other layer, a clamped gate, stacked experts."""
+"""GPT-OSS: biases on all linear layers, attention sinks, windows in every other layer, a clamped gate, stacked experts."""
 
 from typing import Any
 

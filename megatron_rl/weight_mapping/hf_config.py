@@ -134,7 +134,7 @@ class ConfigReader:
         Args:
             default_theta: Base frequency where the config has none.
             default_fraction: Fraction of each head that is rotated where the config does not say, for a family that can rotate a
-                part of it; None: the family rotates whole heads.
+                part of it; None: the family rotates complete heads.
         """
         settings = self._value(("rope_parameters", "rope_scaling"), {})
         if self._config.get("rope_scaling") not in (None, settings):
@@ -200,7 +200,7 @@ class ConfigReader:
             self._reject(("partial_rotary_factor",), outside, f"contradicts rope_parameters, which say {inside}")
         found = next((value for value in (inside, outside, default) if value is not None), 1.0)
         if default is None and found != 1.0:
-            self._reject(("partial_rotary_factor",), found, "is not supported by this family, which rotates whole heads")
+            self._reject(("partial_rotary_factor",), found, "is not supported by this family, which rotates complete heads")
         return float(found)
 
     def _yarn(self, settings: dict[str, Any]) -> Yarn:

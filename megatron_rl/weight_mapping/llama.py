@@ -23,7 +23,7 @@ class Llama(Family):
     default_norm_eps = 1e-6
     default_theta = 10000.0
     default_rotary_fraction: float | None = None
-    """None: whole heads are rotated, and no other value is accepted."""
+    """None: complete heads are rotated, and no other value is accepted."""
     expert_names = ExpertNames()
 
     def architecture(self, hf_config: Mapping[str, Any]) -> ModelArchitecture:

@@ -77,7 +77,7 @@ class ParamMapping(ABC):
         Args:
             tensors: The Hugging Face tensors, in the order of `hf_shapes`.
             rank: In the group that the parameter is sharded over.
-            size: Of that group.
+            size: Size of that group.
         """
         return self.sharding.shard(self.from_hf(tensors), rank, size)
 
@@ -136,7 +136,7 @@ class GateUpMapping(ParamMapping):
 
     @property
     def sharding(self) -> Sharding:
-        """By rows, gate and up each by itself."""
+        """Sharded by rows, gate and up each by itself."""
         return Split(0, sections=2)
 
     def split(self, full: Tensor) -> tuple[Tensor, ...]:
@@ -188,7 +188,7 @@ class QkvMapping(ParamMapping):
 
     @property
     def sharding(self) -> Sharding:
-        """By rows of the interleaved tensor."""
+        """Sharded by rows of the interleaved tensor."""
         return Split(0)
 
     def split(self, full: Tensor) -> tuple[Tensor, ...]:
@@ -242,7 +242,7 @@ class VocabularyMapping(ParamMapping):
 
     @property
     def sharding(self) -> Sharding:
-        """By rows."""
+        """Sharded by rows."""
         return Split(0)
 
     def split(self, full: Tensor) -> tuple[Tensor, ...]:
@@ -250,7 +250,7 @@ class VocabularyMapping(ParamMapping):
         return (full[: self.vocab_size],)
 
     def fuse(self, parts: Sequence[Tensor]) -> Tensor:
-        """With rows of zeros after the last one."""
+        """The matrix padded with rows of zeros."""
         (rows,) = parts
         return _with_zero_rows(rows, self.padded_vocab_size)
 

@@ -22,13 +22,13 @@ class Role(Enum):
     MLP = "mlp"
     EXPERT = "expert"
     BIAS = "bias"
-    """Biases of linear maps, and attention sinks."""
+    """Biases of linear layers, and attention sinks."""
     SELECTION_BIAS = "selection_bias"
     """The router's vector without a gradient: a buffer in Megatron."""
 
     @property
     def has_matrices(self) -> bool:
-        """Whether its parts are matrices of linear maps between hidden states: what Muon orthogonalises and NVFP4 quantises."""
+        """Whether its parts are matrices of linear layers between hidden states: what Muon orthogonalises and NVFP4 quantises."""
         return self in (Role.ATTENTION, Role.MLP, Role.EXPERT)
 
 
@@ -38,7 +38,7 @@ class Region(Enum):
     FIRST = "first"
     """The first chunk of the first stage."""
     LAYER = "layer"
-    """In the chunk of its layer."""
+    """The parameter is in the chunk of its layer."""
     LAST = "last"
     """The last chunk of the last stage."""
 
@@ -49,7 +49,7 @@ class HfSlot:
 
     name: str
     shape: tuple[int, ...]
-    """Of the checkpoint's tensor."""
+    """Shape of the checkpoint's tensor."""
     dtype: torch.dtype | None = None
     """Kept in this dtype whatever the model's is; None: the model's."""
     index: int | None = None
@@ -63,7 +63,7 @@ class HfSlot:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the whole model, before it is sharded."""
+    """A parameter of the complete model, before it is sharded."""
 
     template: str
     """Megatron's name with {layer} and {expert} as placeholders."""

@@ -23,14 +23,14 @@ class HeldParameter:
     name: str
     """Megatron's name within that chunk: layer and expert numbers are local."""
     shard_rank: int
-    """Of this rank in the group that the parameter is sharded over."""
+    """Rank in the group that the parameter is sharded over."""
     num_shards: int
     is_tied_copy: bool = False
     """The last stage's copy of the embedding, for a tied output layer or for MTP: filled at load, not sent or saved again."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of this rank's shard."""
+        """Shape of this rank's shard."""
         return self.parameter.shard_shape(self.num_shards)
 
     def shard(self, full: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from megatron_rl.wire.tensor_spec import TensorSpec, dtype_name
 _FAMILIES = (Llama(), Qwen3(), Qwen3Moe(), Mixtral(), DeepseekV3(), KimiK2(), Glm4Moe(), GptOss())
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
-"""By `model_type`. A new family is entered here."""
+"""Families by `model_type`. A new family is entered here."""
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
@@ -82,7 +82,7 @@ class ParameterTable:
                 self._by_hf_name[tensor.name].append(parameter)
 
     def __getitem__(self, megatron_name: str) -> Parameter:
-        """By Megatron's name with global layer and expert numbers.
+        """The parameter with this Megatron name, with global layer and expert numbers.
 
         Raises:
             TensorMismatchError: There is none; the message has the nearest names.
@@ -126,7 +126,7 @@ class ParameterTable:
 
     @property
     def mtp_copies(self) -> dict[str, str]:
-        """Those of `tied` that are in MTP layers."""
+        """The entries of `tied` that are in MTP layers."""
         return mtp_copies(self.architecture) if self.with_mtp else {}
 
     @property

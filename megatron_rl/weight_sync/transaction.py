@@ -25,7 +25,7 @@ class UpdateReport:
     update repairs a server whose process still works, if it has one worker. With several, vLLM's executor loses step with its
     workers when one of them raises, so even their answers are stale.)"""
     num_bytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     pause_s: float
     """Until all servers were paused."""
     transfer_s: float

@@ -69,7 +69,7 @@ class RendezvousRequest:
 
     rank: int
     host: str = ""
-    """With `port`, where rank 0 serves the ranks' store; other ranks send neither."""
+    """Host of the store that rank 0 serves, with `port`; other ranks send neither."""
     port: int = 0
     wait_s: float = 20.0
 
@@ -103,7 +103,7 @@ class Order:
     """train: run the step of `plan_file`. sync: update `servers` to the trainer's version. save: write a checkpoint, then ask
     again. stop: end (a checkpoint was ordered before, where one is wanted). wait: nothing yet, ask again."""
     plan_file: str = ""
-    """Of the step plan, relative to the spool."""
+    """Path of the step plan, relative to the spool."""
     servers: tuple[str, ...] = ()
     """Servers that are up; with `sync` those that do not hold the current version."""
 
@@ -161,7 +161,7 @@ class SavedReport:
 
     step: int
     folder: str
-    """Its staging name; the orchestrator adds its part and gives it the final one."""
+    """The checkpoint's temporary name; the orchestrator adds its part and renames it."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 ROLES = ("trainer", "rollouts")
 
 ADDRESS_VARIABLE = "MEGATRON_RL_ADDRESS"
-"""In the environment of every process that an agent starts: its node's address, by which the run's other nodes reach it."""
+"""Environment variable of every process that an agent starts: the address at which other nodes reach its node."""
 
 
 def job_attempt() -> str:
@@ -27,7 +27,7 @@ class OrchestratorPlace:
     """RUN/orchestrator.json: where the agents find the orchestrator."""
 
     attempt: str
-    """Of the job, see job_attempt(); the file of an earlier attempt no longer holds."""
+    """Attempt of the job, see job_attempt(); the file of an earlier attempt is stale."""
     host: str
     url: str
 
@@ -42,7 +42,7 @@ class NodeRequest:
     """Number of the node among those of its role."""
     host: str
     address: str
-    """By which the other nodes of the run reach this one."""
+    """Address at which the other nodes of the run reach this one."""
     devices: tuple[str, ...]
     """What CUDA_VISIBLE_DEVICES may name on this node."""
     free_ports: tuple[int, ...]
@@ -62,7 +62,7 @@ class StartOrder:
     argv: tuple[str, ...]
     log_file: str
     stop_signal: int
-    """As in `processes.Command`."""
+    """Signal that stops the process, as in `processes.Command`."""
     env: dict[str, str] = field(default_factory=dict, repr=False)  # holds the run's key
 
 
@@ -80,7 +80,7 @@ class NodeOrders:
     """What an agent does next."""
 
     orders: tuple[StartOrder | StopOrder, ...] = ()
-    """In the order in which they were given; carried out after `num_done` earlier ones."""
+    """Further orders, in the order in which they were given; they follow `num_done` earlier ones."""
     leave: bool = False
     """The run is over."""
 
@@ -91,4 +91,4 @@ class ProcessEnded:
 
     process: str
     status: int
-    """As of subprocess: negative for a signal."""
+    """Exit status as subprocess reports it: negative for a signal."""

@@ -19,7 +19,7 @@ def serve_store(host: str, timeout_s: float, listener: socket.socket | None = No
 
     Args:
         host: The address to listen on.
-        timeout_s: Of every wait for a key.
+        timeout_s: Timeout of every wait for a key.
         listener: A socket that already listens there; it becomes the store's.
     """
     import torch.distributed as dist

@@ -43,7 +43,7 @@ class TensorSpec:
     """
 
     name: str
-    """In a checkpoint and in a weight update: the Hugging Face name."""
+    """The Hugging Face name, in a checkpoint and in a weight update."""
     shape: tuple[int, ...]
     dtype: str
     """A key of DTYPE_BYTES. Text, because JSON carries it and light processes read it."""
@@ -59,7 +59,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Of all its elements."""
+        """Number of bytes of all elements."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     @property

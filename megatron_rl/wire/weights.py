@@ -117,7 +117,7 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
 
 
 def _as_words(flat: torch.Tensor) -> torch.Tensor:
-    """The bytes as int64, the last word filled up with zeros (the length, which is part of the sum, tells it from real zeros)."""
+    """The bytes as int64, the last word filled up with zeros (the length, which is part of the sum, marks where it ends)."""
     import torch
 
     remainder = flat.numel() % 8

@@ -1,4 +1,4 @@
-"""AdamW through Megatron's distributed optimizer: fp32 master weights and moments, cut over the data-parallel ranks."""
+"""AdamW through Megatron's distributed optimizer: fp32 master weights and moments, sharded over the data-parallel ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ from megatron_rl.engine.parameters import LocalParameters
 
 
 class AdamW(PolicyOptimizer):
-    """Of all parameters. The learning rate and the weight decay are set anew before each step."""
+    """AdamW for all parameters. Learning rate and weight decay are set before each step."""
 
     name = "adamw"
 

@@ -25,7 +25,7 @@ class PolicyOptimizer(ABC):
     """
 
     name: ClassVar[str]
-    """As in `optimizer.name`; checkpoints record it."""
+    """The value of `optimizer.name`; checkpoints record it."""
 
     @abstractmethod
     def __init__(
@@ -54,10 +54,10 @@ class PolicyOptimizer(ABC):
         """Update the weights from the reduced gradients.
 
         Args:
-            learning_rate: Of this step, by the schedule of `learning_rate.learning_rate`.
+            learning_rate: Learning rate of this step, by the schedule of `learning_rate.learning_rate`.
 
         Returns:
-            The gradient's norm over the whole model, before clipping.
+            The gradient's norm over the complete model, before clipping.
         """
 
     def metrics(self) -> dict[str, Metric]:
@@ -84,8 +84,8 @@ class PolicyOptimizer(ABC):
 
         Args:
             model_state: The model's sharded state dict, whose keys the optimizer's state takes.
-            metadata: How the checkpoint is cut, see checkpoint.py.
-            is_loading: True: the answer tells what to read.
+            metadata: How the checkpoint is sharded, see checkpoint.py.
+            is_loading: True: the state dict describes what to read.
         """
 
     @abstractmethod

@@ -48,7 +48,7 @@ class QkClip:
     """
 
     largest_logit: float
-    """Of the last step, over this rank's layers and all heads."""
+    """Largest attention logit of the last step, over this rank's layers and all heads."""
 
     def __init__(
         self,

@@ -95,7 +95,7 @@ class VllmClient:
 
     def _sampling_params(self, sampling: Sampling, stop_token_ids: Sequence[int]) -> dict[str, Any]:
         vocab_size = self._contract.vocab_size
-        # vLLM takes 0 for "no limit", but with its native mask wants a limit on every request: the whole vocabulary is none
+        # vLLM takes 0 for "no limit", but with its native mask wants a limit on every request: the full vocabulary is none
         top_k = sampling.top_k or (vocab_size if self._source == "native" else 0)
         return {
             "n": 1,

@@ -38,7 +38,7 @@ def decode_completion(
 
     Args:
         uid: Names the request in errors.
-        choice: Of the JSON response.
+        choice: The choice of the JSON response.
         spans: [[first generated token, policy version], ...].
         sampling: What was asked for; a distribution that is not truncated has no keep-sets.
         source: How keep-sets are read.
@@ -67,7 +67,7 @@ def _ids(entries: Sequence[dict[str, Any]]) -> np.ndarray:
 
 
 def _keep_sets(uid: str, choice: dict[str, Any], sampling: Sampling, source: KeepSetSource) -> RaggedIds:
-    """Of C rows; empty ones for a distribution that is not truncated."""
+    """Keep-sets of C tokens; empty where the distribution is not truncated."""
     if not sampling.truncates:
         return RaggedIds.empty(len(choice["token_ids"]))
     if source == "native":

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron_rl.weight_mapping import ModelArchitecture
 
 _LONGEST_BUCKET_S = 60.0
-"""For one bucket to reach a server over Gloo: a server that hangs delays the others by no more than this."""
+"""Timeout of one bucket to one server over Gloo: a server that hangs delays the others by no more than this."""
 
 
 class VllmEngine:

@@ -1,8 +1,8 @@
 """Weights over Gloo, for servers that run the `gloo` engine of `megatron_rl.inference.vllm.plugin`.
 
 There is one group per server (rank 0 here, then the server's workers), and every bucket goes to all groups at once. With one
-group for all servers a broadcast would pass through some of them on its way to the others: one that dies would take the whole
-update with it, every rank of the trainer would have to gather everything again, and any change of the fleet would need a new
+group for all servers a broadcast would pass through some of them on its way to the others: one that dies would fail the
+update for all, every rank of the trainer would have to gather everything again, and any change of the fleet would need a new
 group. The price is that this host sends every byte once per server; large fleets with GPUs use NCCL.
 """
 

@@ -33,7 +33,7 @@ class NcclSender:
     Args:
         host: This machine's address, as the servers reach it.
         bucket_bytes: GPU memory per buffer, on both sides.
-        timeout_s: For the rendezvous, and for the whole stream.
+        timeout_s: Timeout of the rendezvous, and of the complete stream.
     """
 
     backend = "nccl"
@@ -154,7 +154,7 @@ class NcclSender:
 
 
 def _sent_shape(spec: TensorSpec) -> tuple[int, ...]:
-    """At least one dimension: vLLM's packing views each tensor as bytes, which a scalar (an NVFP4 global scale) does not allow.
+    """The shape, with at least one dimension: vLLM's packing views tensors as bytes, which a scalar does not allow.
 
     vLLM's loaders take both.
     """

@@ -246,7 +246,7 @@ def test_what_would_give_a_wrong_number_is_refused_in_the_call(route):
     case = make_case(17, sizes=(3,))
     sets, first = case.keep_sets, int((case.keep_sets.kinds == TokenKind.KEEP_SET).nonzero()[0])
     place = int(sets.keep_offsets[first])
-    for value, rule in ((case.vocab_size, "kept ids lie in"), (-1, "kept ids lie in")):
+    for value, rule in ((case.vocab_size, "keep-set ids must be in"), (-1, "keep-set ids must be in")):
         ids = sets.keep_ids.clone()
         ids[place] = value
         case.keep_sets = KeepSets(sets.target_ids, sets.kinds, ids, sets.keep_offsets)
@@ -277,7 +277,7 @@ def test_a_lost_set_and_a_singleton_of_another_id_are_refused():
 def test_a_full_token_with_a_target_in_the_padding_is_refused():
     case = make_case(17, unscored=0.0, full=1.0)
     case.keep_sets.target_ids[4] = case.vocab_size
-    with pytest.raises(ContractError, match="targets lie in") as error:
+    with pytest.raises(ContractError, match="target ids must be in") as error:
         run(case)
     assert error.value.token == 4
 

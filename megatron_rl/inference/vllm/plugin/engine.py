@@ -47,7 +47,7 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     bucket_bytes: int
 
     def buckets(self) -> list[Bucket]:
-        """As the sender cuts the stream."""
+        """The buckets of the stream, as the sender derives them."""
         specs = [
             TensorSpec(name, tuple(shape), dtype) for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)
         ]

@@ -37,7 +37,7 @@ class RolloutCpuWorker(CPUWorker):
         return output
 
     def version_spans(self, request_ids: Sequence[str]) -> dict[str, list[list[int]]]:
-        """For each client request id: [[first token, version], ...].
+        """The version spans of each client request id: [[first token, version], ...].
 
         A request that has no token yet is left out, and so is one that ended long ago. Asking changes nothing.
         """
