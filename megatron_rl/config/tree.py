@@ -169,9 +169,9 @@ def _layout_divides(c: Config) -> str | None:
     except ValueError as error:
         return f"layout: {error}"
     if c.layout.sequence_parallel and c.layout.tensor == 1:
-        return "layout.sequence_parallel = true needs layout.tensor > 1"
+        return "layout.sequence_parallel = true needs layout.tensor > 1; remove the key, or raise layout.tensor"
     if c.layout.tensor > 1 and layout.ep > 1 and not c.sequence_parallel:
-        return "layout.sequence_parallel = false: Megatron-Core needs it for experts with layout.tensor > 1"
+        return "layout.sequence_parallel = false: Megatron-Core needs it for experts with layout.tensor > 1; remove the key"
     return None
 
 
@@ -179,7 +179,7 @@ def _completion_fits(c: Config) -> str | None:
     if c.rollouts.max_new_tokens >= c.model.max_sequence_length:
         return (
             f"rollouts.max_new_tokens = {c.rollouts.max_new_tokens} leaves no room for a prompt in "
-            f"model.max_sequence_length = {c.model.max_sequence_length}"
+            f"model.max_sequence_length = {c.model.max_sequence_length}; lower the former, or raise the latter"
         )
     return None
 
@@ -188,7 +188,8 @@ def _sequence_fits_microbatch(c: Config) -> str | None:
     if c.model.max_sequence_length > c.trainer.max_tokens_per_microbatch:
         return (
             f"model.max_sequence_length = {c.model.max_sequence_length} is above trainer.max_tokens_per_microbatch = "
-            f"{c.trainer.max_tokens_per_microbatch}: a sequence is never split over microbatches"
+            f"{c.trainer.max_tokens_per_microbatch}: a sequence is never split over microbatches; raise the "
+            "latter"
         )
     return None
 
@@ -221,7 +222,7 @@ def _correction_range(c: Config) -> str | None:
     if c.objective.correction_low >= c.objective.correction_high:
         return (
             f"objective.correction_low = {c.objective.correction_low} has to be below objective.correction_high = "
-            f"{c.objective.correction_high}"
+            f"{c.objective.correction_high}; lower the former, or raise the latter"
         )
     return None
 
@@ -230,7 +231,7 @@ def _split_divides(c: Config) -> str | None:
     if c.rollouts.prompts_per_step % c.trainer.updates_per_step:
         return (
             f"rollouts.prompts_per_step = {c.rollouts.prompts_per_step} is not a multiple of trainer.updates_per_step = "
-            f"{c.trainer.updates_per_step}"
+            f"{c.trainer.updates_per_step}; change one of them"
         )
     return None
 
@@ -267,7 +268,7 @@ def _learning_rates(c: Config) -> str | None:
     if c.optimizer.min_learning_rate > c.optimizer.learning_rate:
         return (
             f"optimizer.min_learning_rate = {c.optimizer.min_learning_rate:g} is above optimizer.learning_rate = "
-            f"{c.optimizer.learning_rate:g}"
+            f"{c.optimizer.learning_rate:g}; lower the former"
         )
     return None
 
@@ -303,7 +304,7 @@ def _activations_have_their_mode(c: Config) -> str | None:
     if p.activations == "full":
         return None
     if p.training != "qat":
-        return f"precision.activations = 'nvfp4' needs precision.training = 'qat', not '{p.training}'"
+        return f"precision.activations = 'nvfp4' needs precision.training = 'qat', not '{p.training}'; set it to 'qat'"
     if c.weight_sync.probe_tolerance is None:
         return (
             "precision.activations = 'nvfp4': only servers with vLLM's FP4 kernels (Blackwell GPUs, weights over nccl) "

@@ -168,10 +168,14 @@ def check_supported(model: ModelArchitecture, config: Config, backend: Backend) 
     """Raise UnsupportedModelError for what Megatron would refuse in the middle of a step, or compute wrongly."""
     layout = config.parallel_layout
     if model.moe and layout.tp > 1 and not config.sequence_parallel:
-        raise UnsupportedModelError("layout.sequence_parallel = false: Megatron-Core needs it for experts with layout.tensor > 1")
+        raise UnsupportedModelError(
+            "layout.sequence_parallel = false: Megatron-Core needs it for experts with layout.tensor > 1; remove the key"
+        )
     OPTIMIZERS[config.optimizer.name].check_model(model, config)
     if isinstance(model.attention, LatentAttention) and layout.tp > 1 and not config.sequence_parallel:
-        raise UnsupportedModelError("layout.sequence_parallel = false: latent attention needs it with layout.tensor > 1")
+        raise UnsupportedModelError(
+            "layout.sequence_parallel = false: latent attention needs it with layout.tensor > 1; remove the key"
+        )
     heads = model.attention
     special = isinstance(heads, GroupedQueryAttention) and (heads.sinks or heads.windowed_layers)
     if layout.cp > 1 and backend.transformer_engine and special:
@@ -180,7 +184,9 @@ def check_supported(model: ModelArchitecture, config: Config, backend: Backend) 
             "for packed sequences; set it to 1"
         )
     if model.moe and model.linear_biases and layout.etp > 1:
-        raise UnsupportedModelError(f"layout.expert_tensor = {layout.etp}: Megatron-Core supports biases of experts only with 1")
+        raise UnsupportedModelError(
+            f"layout.expert_tensor = {layout.etp}: Megatron-Core supports biases of experts only with 1; set it to 1"
+        )
 
 
 def _parallel_settings(config: Config) -> dict[str, Any]:

@@ -25,4 +25,4 @@ class PromptError(UserError):
 
 
 class UnsupportedByEngineError(UserError, ValueError):
-    """A setting that the run's inference engine does not offer, or an engine that nobody has registered."""
+    """A setting that the run's inference engine does not offer, or an engine that is not registered."""

@@ -131,7 +131,7 @@ def _violations(sets: KeepSets, vocab_size: int) -> Iterator[tuple[Tensor, Tenso
     yield owner[bad], ids[bad], f"keep-set ids must be in 0..{vocab_size - 1}, the vocabulary without its padding"
     key, _ = torch.sort(owner * vocab_size + ids)
     repeated = key[1:][key[1:] == key[:-1]]
-    yield repeated // vocab_size, repeated % vocab_size, "an id stands in a keep-set once"
+    yield repeated // vocab_size, repeated % vocab_size, "an id is in a keep-set once"
     found = torch.zeros_like(kinds, dtype=torch.bool)
     found[owner[ids == targets[owner]]] = True
     yield where((kinds == TokenKind.KEEP_SET) & ~found, targets, "the target is in its keep-set")

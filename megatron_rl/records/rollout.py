@@ -143,14 +143,14 @@ def check_keep_sets(r: Rollout, vocab_size: int) -> None:
         _refuse(
             r,
             int(owner[i]),
-            f"keep id {ids[i]}",
-            f"kept ids are in 0..{vocab_size - 1}, the vocabulary without its padding",
+            f"keep-set id {ids[i]}",
+            f"keep-set ids are in 0..{vocab_size - 1}, the vocabulary without its padding",
         )
     key = np.sort(owner.astype(np.int64) * vocab_size + ids)
     repeated = key[1:] == key[:-1]
     if repeated.any():
         i = _first(repeated)
-        _refuse(r, int(key[i] // vocab_size), f"keep id {key[i] % vocab_size} twice", "an id is in a keep-set once")
+        _refuse(r, int(key[i] // vocab_size), f"keep-set id {key[i] % vocab_size} twice", "an id is in a keep-set once")
     holds = np.zeros(num_completion, dtype=bool)
     holds[owner[ids == r.completion_ids[owner]]] = True
     bad = wanted & ~holds
@@ -187,7 +187,7 @@ def _check_routes(r: Rollout, contract: ModelContract) -> None:
 
 
 def check_keep_mass(uid: str, keep_sets: RaggedIds, keep_logprobs: np.ndarray, tolerance: float) -> None:
-    """Check that the kept ids carry all of the probability mass, where the engine gave log-probs for them.
+    """Check that the keep-set has all of the probability mass, where the engine gave log-probs for them.
 
     A smaller mass means that the set was cut, for example by ties beyond the number of log-probs that was asked for.
 
@@ -207,7 +207,7 @@ def check_keep_mass(uid: str, keep_sets: RaggedIds, keep_logprobs: np.ndarray, t
     if bad.any():
         t = _first(bad)
         rule = (
-            f"the kept ids carry all of the mass (within {tolerance}); where they carry less the set is incomplete: "
+            f"the keep-set has all of the probability mass (within {tolerance}); with less it is incomplete: "
             "raise rollouts.max_keep_set"
         )
-        raise ContractError(rollout=uid, token=t, value=f"a mass of {mass[t]:.6f} over {sizes[t]} ids", rule=rule)
+        raise ContractError(rollout=uid, token=t, value=f"a probability mass of {mass[t]:.6f} over {sizes[t]} ids", rule=rule)

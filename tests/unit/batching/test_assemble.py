@@ -277,7 +277,7 @@ def test_a_record_that_is_not_what_the_plan_says_is_refused(spool):
 
 def test_a_record_that_breaks_its_contract_is_refused(spool):
     rollout = make_rollout(np.random.default_rng(0))
-    with pytest.raises(ContractError, match="keep id 50"):
+    with pytest.raises(ContractError, match="keep-set id 50"):
         one(spool, with_kept_id(rollout, 0, 50))
     with pytest.raises(ContractError, match="expert 9"):
         one(spool, with_array(rollout, "routed_experts", (0, 1, 0), 9))

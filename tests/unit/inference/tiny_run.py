@@ -16,7 +16,7 @@ from megatron_rl.batching import Spool
 from megatron_rl.config import RunFolder, load_config, run_folder
 from megatron_rl.inference import registry
 from megatron_rl.inference.sender import ServerAddress
-from megatron_rl.launch.local import check_before_start, lay_ready
+from megatron_rl.launch.local import check_before_start, prepare_folder
 from megatron_rl.launch.machines import ThisMachine
 from megatron_rl.launch.run import run
 from megatron_rl.records import Payload
@@ -153,7 +153,7 @@ def main(scratch):
     config = load_config(REPOSITORY / "model_configs/tiny-moe-cpu.toml", overrides)
     folder: RunFolder = run_folder(config)
     check_before_start(config)
-    lay_ready(config, folder)
+    prepare_folder(config, folder)
     machines = Machines(config, folder)
     end = asyncio.run(run(config, folder, machines, resume=False, stop_signals=()))
     return {

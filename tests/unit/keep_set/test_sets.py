@@ -36,7 +36,7 @@ def test_a_set_wider_than_top_k_by_ties_is_accepted_whole():
     [
         ({"target_ids": [6, 2, 9, 4]}, 0, 6, "the target is in its keep-set"),
         ({"target_ids": [7, 2, 9, 5]}, 3, 5, "the target is in its keep-set"),
-        ({"keep_ids": [7, 7, 4]}, 0, 7, "an id stands in a keep-set once"),
+        ({"keep_ids": [7, 7, 4]}, 0, 7, "an id is in a keep-set once"),
         ({"keep_ids": [-1, 7, 4]}, 0, -1, "keep-set ids must be in 0..9"),
         ({"keep_ids": [5, 7, 10]}, 3, 10, "keep-set ids must be in 0..9"),
         ({"target_ids": [7, 2, 10, 4]}, 2, 10, "target ids must be in 0..9"),

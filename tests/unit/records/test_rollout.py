@@ -183,7 +183,7 @@ def test_the_kept_ids_carry_all_of_the_mass():
     whole = np.log(np.concatenate([[0.25, 0.75], np.full(20, 1 / 20)])).astype(np.float32)
     check_keep_mass("g1.0", sets, whole, tolerance=1e-3)
     cut = np.log(np.concatenate([[0.25, 0.75], np.full(20, 1 / 78)])).astype(np.float32)
-    with pytest.raises(ContractError, match=r"g1\.0, token 2: found a mass of 0\.256"):
+    with pytest.raises(ContractError, match=r"g1\.0, token 2: found a probability mass of 0\.256"):
         check_keep_mass("g1.0", sets, cut, tolerance=1e-3)
     with pytest.raises(ContractError, match="token 1"):
         check_keep_mass("g1.0", sets, np.where(np.arange(22) == 1, np.nan, whole), tolerance=1e-3)

@@ -127,7 +127,7 @@ def encoded(array):
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (cut_a_set, "the kept ids carry all of the mass"),
+        (cut_a_set, "the keep-set has all of the probability mass"),
         (change(routed_experts=None), "--enable-return-routed-experts"),
         (change(routed_experts="AAAA"), "routes are a base64 .npy"),
         (change(routed_experts=encoded(np.zeros((8, 3, 3), dtype=np.uint8))), "more than 3 layers"),
