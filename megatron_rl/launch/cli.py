@@ -65,7 +65,7 @@ def launch(
         Path | None,
         typer.Option(
             envvar="MEGATRON_RL_PROFILE",
-            help="A site's TOML file with a [slurm] section alone; what the run's own file says wins.",
+            help="A site's TOML file with only a [slurm] section; the values of the run's own file override it.",
             show_default=False,
         ),
     ] = None,
@@ -125,7 +125,7 @@ RunDir = Annotated[Path, typer.Argument(help="The folder of a run, for example r
 
 @app.command()
 def status(run_dir: RunDir) -> None:
-    """Show where a run stands: step, servers, latest checkpoint, and whether it is still running."""
+    """Show the state of a run: step, servers, latest checkpoint, and whether it is still running."""
     from megatron_rl.launch.run_control import status_text
 
     with reporting_errors(RunFolder(run_dir)):
@@ -361,7 +361,7 @@ def megatron_to_hf(
 ) -> None:
     """Write a Megatron dist-checkpoint as a Hugging Face folder, unquantised or quantised.
 
-    What the run's [precision] says is quantised: the values are those that its trainer computed with, to the last bit.
+    The run's [precision] selects what is quantised: the values are those that its trainer computed with, to the last bit.
     """
     from megatron_rl.launch.convert import convert_megatron_to_hf, quantised_as
 

@@ -32,7 +32,7 @@ _DISK_FAULTS = {errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.ERO
 
 @dataclass
 class ErrorReport:
-    """What is known of the command when it fails."""
+    """What is known about the command when it fails."""
 
     run: RunFolder | None = None
     """The run that it is about; set as soon as it is known."""
@@ -40,7 +40,7 @@ class ErrorReport:
 
 @contextlib.contextmanager
 def reporting_errors(run: RunFolder | None = None) -> Iterator[ErrorReport]:
-    """Inside, every error ends the command as the table on top of this file says. Ctrl-C and a closed pipe are left to typer.
+    """Inside, every error ends the command as in the table at the top of this file. typer handles Ctrl-C and a closed pipe.
 
     Raises:
         typer.Exit: With the exit status.

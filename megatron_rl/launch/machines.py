@@ -18,13 +18,13 @@ class Machines(Protocol):
     """The machines of a run. What is started gets the orchestrator's URL and the run's key in its environment."""
 
     address: str
-    """What the orchestrator listens on, and all machines reach it by."""
+    """Where the orchestrator listens, and all machines reach it."""
     key: str
-    """The run's; every message carries it."""
+    """The run's key, in every message."""
 
     @property
     def handlers(self) -> Mapping[str, tuple[type, Callable]]:
-        """Messages of the machines themselves, which the orchestrator's server receives for them."""
+        """Routes of the machines' own messages, which the orchestrator's server receives."""
 
     async def gather(self, url: str) -> None:
         """Tell the machines where the orchestrator is, and wait until all can start processes.
@@ -34,19 +34,19 @@ class Machines(Protocol):
         """
 
     def fleet(self) -> Fleet:
-        """Of rollout servers; it starts none before it runs."""
+        """The rollout servers; none starts before the fleet runs."""
 
     def start_workers(self, environment: Mapping[str, str]) -> list[Process]:
-        """At least one, which together serve all servers."""
+        """Start the workers, at least one, which together serve all servers."""
 
     def start_trainer(self, environment: Mapping[str, str], resume: bool) -> list[Process]:
-        """All ranks."""
+        """Start all ranks."""
 
     async def stop_trainer(self) -> None:
-        """End what is left of the ranks; returns when none runs any more."""
+        """End all ranks that still run, and return when none does."""
 
     async def stop(self) -> None:
-        """End workers and ranks, and the machines' part in the run; returns when nothing of it runs any more."""
+        """End workers, ranks and agents, and return when none runs."""
 
 
 class ThisMachine:
@@ -62,7 +62,7 @@ class ThisMachine:
         self._ranks: list[Child] = []
 
     async def gather(self, url: str) -> None:
-        """Nothing: the children get the URL in their environment."""
+        """Do nothing: the children get the URL in their environment."""
         return
 
     def fleet(self) -> Fleet:
@@ -70,26 +70,25 @@ class ThisMachine:
         return local_fleet(self._config, self._folder, self.key)
 
     def start_workers(self, environment: Mapping[str, str]) -> list[Process]:
-        """One worker."""
+        """Start one worker."""
         return self._start(self._workers, [worker_process(self._folder, environment)])
 
     def start_trainer(self, environment: Mapping[str, str], resume: bool) -> list[Process]:
-        """All ranks."""
+        """Start all ranks."""
         return self._start(self._ranks, trainer_processes(self._config, self._folder, environment, resume))
 
     async def stop_trainer(self) -> None:
-        """End what is left of the ranks."""
+        """End all ranks that still run."""
         ranks, self._ranks = self._ranks, []
         await asyncio.to_thread(stop_all, ranks, GRACE_S)
 
     async def stop(self) -> None:
         """End workers and ranks."""
-        await asyncio.to_thread(
-            stop_all, [*self._workers, *self._ranks], GRACE_S
-        )  # in a thread: the orchestrator still answers those that exit
+        # In a thread: the orchestrator still answers those that exit.
+        await asyncio.to_thread(stop_all, [*self._workers, *self._ranks], GRACE_S)
 
     def _start(self, children: list[Child], commands: Sequence[Command]) -> list[Process]:
-        """One by one, so that those are known which were started before one that could not be."""
+        """Start one by one, so that those before one that cannot be started are known and can be stopped."""
         started: list[Process] = []
         for command in commands:
             children.append(child := Child(command))

@@ -1,4 +1,4 @@
-"""Slurm's own commands, as `launch`, `status` and `stop` use them, and which job a run is."""
+"""Slurm's own commands, as `launch`, `status` and `stop` use them, and the job of a run."""
 
 import shutil
 import subprocess
@@ -19,7 +19,11 @@ class Job:
 
 
 def call_slurm(*argv: str) -> str:
-    """What the command prints. Raises ConfigError with its own words when it fails."""
+    """Run a command of Slurm, and return its output.
+
+    Raises:
+        ConfigError: It is missing, or failed; the message has its own words.
+    """
     if shutil.which(argv[0]) is None:
         raise ConfigError(f"{argv[0]} is not in PATH: run this command on a node of the cluster, such as a login node")
     done = subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
@@ -29,7 +33,11 @@ def call_slurm(*argv: str) -> str:
 
 
 def job_of(folder: RunFolder) -> Job | None:
-    """None: the run was started by `megatron-rl train`."""
+    """The Slurm job of a run; None: the run was started by `megatron-rl train`.
+
+    Raises:
+        ConfigError: RUN/job.json is damaged.
+    """
     if not folder.job_file.exists():
         return None
     try:
@@ -41,7 +49,11 @@ def job_of(folder: RunFolder) -> Job | None:
 
 
 def job_state(job: Job) -> str | None:
-    """As squeue names it, 'RUNNING' or 'PENDING' say; None for one that has ended. Raises ConfigError."""
+    """The job's state as squeue names it, such as 'RUNNING' or 'PENDING'; None: it has ended.
+
+    Raises:
+        ConfigError: squeue is missing or failed.
+    """
     # By name of the user's own jobs, since squeue fails for the number of a job that it no longer knows.
     rows = [row.split() for row in call_slurm("squeue", "--me", "--noheader", "--format=%i %T").splitlines()]
     return next((state for number, state in rows if number.partition("+")[0] == job.number), None)

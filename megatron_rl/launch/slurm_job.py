@@ -24,7 +24,7 @@ FINISHED, FINAL, REQUEUE = 0, 2, 75
 """Exit statuses. REQUEUE (EX_TEMPFAIL of sysexits.h): the batch script requeues the job."""
 
 STOP = signal.SIGUSR2
-"""From `megatron-rl stop`: exit for good. USR1 (time limit) and TERM (preemption): exit, to be requeued."""
+"""From `megatron-rl stop`: exit without a requeue. USR1 (time limit) and TERM (preemption): exit, to be requeued."""
 
 
 def run_attempt(folder: RunFolder) -> int:
@@ -44,7 +44,7 @@ def run_attempt(folder: RunFolder) -> int:
 
 
 def count_attempt(folder: RunFolder, most: int) -> None:
-    """Remember that an attempt begins.
+    """Record that an attempt begins.
 
     Args:
         folder: Of the run.
@@ -68,7 +68,7 @@ def count_attempt(folder: RunFolder, most: int) -> None:
 
 
 def main() -> int:
-    """The program. Its exit status tells the batch script whether the job is requeued."""
+    """The program. By its exit status the batch script requeues the job or not."""
     folder = RunFolder(Path(sys.argv[1]))
     try:
         return run_attempt(folder)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 class Changes:
-    """One condition for the whole state: whoever changes it notifies, and each waiting handler checks what it waits for."""
+    """One condition for the complete state: each change notifies, and each waiting handler checks its own condition."""
 
     def __init__(self) -> None:
         self._condition = asyncio.Condition()

@@ -40,7 +40,7 @@ class RunContext:
         """URLs of the servers in a weight update whose end the trainer has not reported yet."""
 
     def fail(self, reason: str) -> None:
-        """End the run: the trainer is told to stop, `Orchestrator.run` raises RunFailedError. The first reason counts."""
+        """End the run: the trainer gets the order to stop, `Orchestrator.run` raises RunFailedError. The first reason counts."""
         self.failure = self.failure or RunFailedError(reason)
         self.stop_requested = True
 

@@ -8,10 +8,15 @@ from megatron_rl.wire.control import WorkRequest
 
 
 class Dispatcher:
-    """groups_per_server: as many as keep a server busy; more would only grow stale in its queue, and delay the probes.
+    """Assigns groups to workers and servers.
 
-    A worker gets the groups of the servers on its own host, and of hosts without a worker: were every worker to talk to
+    A worker gets the groups of the servers on its own host, and of hosts without a worker: if every worker talked to
     every server, their connections would grow with the square of the nodes.
+
+    Args:
+        state: Of the run.
+        fleet: The servers.
+        groups_per_server: As many as keep a server busy; more would only grow stale in its queue, and delay the probes.
     """
 
     def __init__(self, state: RunState, fleet: Fleet, groups_per_server: int) -> None:
@@ -20,7 +25,17 @@ class Dispatcher:
         """Name to host."""
 
     def assign(self, request: WorkRequest, probe: Probe | None) -> tuple[GroupTask, ...]:
-        """Probes first, since the trainer waits for them; then groups, each to the ready server with the fewest in flight."""
+        """Choose the groups that a worker samples next.
+
+        Probes come first, since the trainer waits for them; then groups, each for the ready server with the fewest in flight.
+
+        Args:
+            request: Of the worker: its name, host, and number of free slots.
+            probe: The probe in progress; None: there is none.
+
+        Returns:
+            At most `request.slots` groups.
+        """
         self._workers[request.worker] = request.host
 
         def serves(server_host: str) -> bool:
@@ -40,7 +55,7 @@ class Dispatcher:
         return tuple(tasks)
 
     def lose_worker(self, name: str, probe: Probe | None) -> int:
-        """A worker has ended: what is in flight on servers that it served is sampled again. Returns the number of groups."""
+        """Have the groups in flight on the servers of a worker that has ended sampled again, and return their number."""
         host = self._workers.pop(name, None)
         remaining, lost = self._workers.values(), 0
         for server in self._fleet.servers:

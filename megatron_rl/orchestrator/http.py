@@ -1,4 +1,4 @@
-"""The orchestrator's HTTP side: one POST route a message type, behind the run's key."""
+"""The orchestrator's HTTP side: one POST route for each message type, protected by the run's key."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ def control_app(key: str, handlers: Mapping[str, tuple[type, Handler]], status: 
                 return PlainTextResponse(f"{request.url.path}: the header {KEY_HEADER} does not hold this run's key", 401)
             try:
                 message = decode(await request.body(), kind)
-            except ClientDisconnect:  # a worker that was told to stop breaks off what it was sending
+            except ClientDisconnect:  # a worker that has the order to stop cancels its requests
                 return Response(status_code=400)
             except ValidationError as error:
                 return PlainTextResponse(f"{request.url.path}: not a {kind.__name__}: {error}", 400)

@@ -23,8 +23,8 @@ The parts share one RunContext. When a rank of the trainer dies, all ranks start
 recorded plans of the steps that were done since. These come out the same, so nothing else has to go back: the servers keep
 their weights, the ledger stays as it is.
 
-Shutdown, in this order: stop_requested is set (Ctrl-C, the last step, or a failure); workers are told to stop; the trainer is
-told to save, then to stop; trainer, workers and servers are waited for, and killed after a grace period.
+Shutdown, in this order: stop_requested is set (Ctrl-C, the last step, or a failure); workers get the order to stop; the trainer
+gets the order to save, then to stop; trainer, workers and servers may exit by themselves, and are killed after a grace period.
 """
 
 from collections.abc import Awaitable, Callable
@@ -98,7 +98,7 @@ class Orchestrator:
         await Supervisor(self.context, self._ranks, self._dispatcher, processes, start_trainer).run()
 
     def status(self) -> control.Status:
-        """Where the run stands."""
+        """Progress and state of the run."""
         fleet = self.context.fleet
         version = min((s.version for s in fleet.ready() if s.version is not None), default=-1)
         return control.Status(self.context.step, version, {s.url or f"server {s.slot}": s.state for s in fleet.servers})

@@ -14,7 +14,7 @@ class StepPlans:
     def __init__(self, context: RunContext, examples: Callable[[tuple[GroupResult, ...]], Sequence[dict]]) -> None:
         self._context, self._examples = context, examples
         self._current: str | None = None
-        context.spool.clean_half_written()  # what an interrupted run left; nobody writes yet
+        context.spool.clean_half_written()  # from an interrupted run; no process writes yet
         self._recorded = self._adopt_recorded()
         self._discard_groups_without_payloads()
 

@@ -58,7 +58,7 @@ class Supervisor:
     async def _watch_processes(self) -> None:
         """A process that fails is replaced where the run can continue, else it ends the run.
 
-        One that was told to stop and exits with status 0 has not failed.
+        One that got the order to stop and exits with status 0 has not failed.
         """
         while True:
             failed = next((process for process in self._processes if self._has_failed(process)), None)

@@ -140,7 +140,7 @@ def test_a_model_of_an_unknown_family(tmp_path):
     assert "mamba9" in message and "qwen3_moe" in message
 
 
-def test_the_configuration_of_a_run_may_begin_another_one_but_not_go_on_with_it(tmp_path, monkeypatch):
+def test_the_configuration_of_a_run_may_begin_another_one_but_not_continue_with_it(tmp_path, monkeypatch):
     own = run_folder(load_config(Path(CONFIG), ["--run.folder", str(tmp_path)]))
     with own.claimed():
         own.create(load_config(Path(CONFIG), ["--run.folder", str(tmp_path)]))

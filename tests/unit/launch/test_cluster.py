@@ -1,4 +1,4 @@
-"""What a job's nodes are told to start: which process on which node, with which GPUs and variables.
+"""The processes of a job's nodes: which process on which node, with which GPUs and variables.
 
 The agents are this test's requests.
 """
@@ -79,7 +79,7 @@ def test_ranks_share_the_nodes_and_get_their_roles_variables(machines):
         assert order.env["NCCL_IB_HCA"] == "mlx5" and order.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"  # the user's word wins
 
 
-def test_servers_and_workers_are_dealt_out_to_the_rollout_nodes(machines):
+def test_servers_and_workers_are_assigned_to_the_rollout_nodes(machines):
     async def scene():
         await join(machines)
         machines.start_workers(ENVIRONMENT)

@@ -1,4 +1,4 @@
-"""What a person is told beside the steps' numbers."""
+"""Events for the user next to the numbers of the steps."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ CONFIG = Path(__file__).parents[3] / "model_configs" / "tiny-moe-cpu.toml"
 
 
 @pytest.mark.parametrize(
-    ("shares", "told"),
+    ("shares", "events"),
     [
         ([1.0] * (STEPS_OF_EQUAL_REWARDS - 1) + [0.9] + [1.0] * (STEPS_OF_EQUAL_REWARDS - 1), 0),
         ([0.5, *[1.0] * (STEPS_OF_EQUAL_REWARDS + 4)], 1),
         ([1.0] * STEPS_OF_EQUAL_REWARDS + [0.0] + [1.0] * STEPS_OF_EQUAL_REWARDS, 2),
     ],
 )
-def test_rewards_that_teach_nothing_are_said_once_while_it_lasts(tmp_path: Path, shares: list[float], told: int) -> None:
+def test_equal_rewards_are_reported_once_while_they_last(tmp_path: Path, shares: list[float], events: int) -> None:
     folder = RunFolder(tmp_path / "run")
     config = load_config(CONFIG)
     folder.make()
@@ -28,9 +28,9 @@ def test_rewards_that_teach_nothing_are_said_once_while_it_lasts(tmp_path: Path,
         for share in shares:
             observer.batch({"equal_reward_share": share, "reward_mean": 0.25}, ())
         observer.batch({"num_rollouts": 0.0}, ())  # a step that nothing was left for
-    said = (folder.logs / "events.log").read_text()
-    assert said.count("no learning signal") == told
-    assert not told or "(mean 0.25)" in said
+    log = (folder.logs / "events.log").read_text()
+    assert log.count("no learning signal") == events
+    assert not events or "(mean 0.25)" in log
 
 
 def test_a_plan_of_a_former_version_does_not_replace_what_the_trainer_measured(tmp_path: Path) -> None:

@@ -64,18 +64,18 @@ def test_a_named_layout_that_fits_and_one_that_does_not(file: Path) -> None:
     invoke(file, "--gpus", "64", "--explain", "config")
 
 
-def test_layers_that_are_not_counted_are_said(file: Path, tmp_path: Path) -> None:
+def test_layers_that_are_not_counted_are_printed(file: Path, tmp_path: Path) -> None:
     """Of GLM-4.5-Air: one, as large as its last decoder layer and what joins it to the model."""
 
-    def said(*words: str) -> str:
+    def printed(*words: str) -> str:
         return CliRunner().invoke(app, ["plan", str(file), "--gpus", "64", "--explain", "TP=1,GPUS=32,EP=8", *words]).output
 
-    assert "not counted" not in said("--model.mtp", "trained")  # this model has none
+    assert "not counted" not in printed("--model.mtp", "trained")  # this model has none
     (tmp_path / "model" / "config.json").write_text(json.dumps(PUBLISHED["GLM-4.5-Air"]["config"]))
-    assert "not counted" not in said()
+    assert "not counted" not in printed()
     hidden, expert = 4096, 3 * 4096 * 1408
     layer = 129 * expert + (2 * 96 + 2 * 8) * 128 * hidden + 128 * hidden
-    found = re.search(r"not counted.* ([0-9.]+) billion", said("--model.mtp", "trained"))
+    found = re.search(r"not counted.* ([0-9.]+) billion", printed("--model.mtp", "trained"))
     assert float(found[1]) == pytest.approx((layer + 2 * hidden**2) / 1e9, rel=4e-3)  # printed with three digits
 
 

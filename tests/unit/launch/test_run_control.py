@@ -1,4 +1,4 @@
-"""status, stop and logs, by the folder alone. Not proved here: that a run which is told to stop leaves well (tests/e2e)."""
+"""status, stop and logs, by the folder alone. Not proved here: that a run stops in order (tests/e2e)."""
 
 import os
 import socket
@@ -80,7 +80,7 @@ def test_logs_of_no_run(tmp_path):
     assert result.exit_code == 2 and "nowhere holds no run" in result.output
 
 
-def test_servers_of_a_run_that_does_not_go_on_are_not_changed(tmp_path):
+def test_servers_of_a_run_that_is_not_running_are_not_changed(tmp_path):
     folder = folder_with(tmp_path, running=False)
     for words in (["add", str(folder.path)], ["remove", str(folder.path), "0"]):
         result = CliRunner().invoke(app, ["servers", *words])
@@ -132,23 +132,23 @@ def slurm(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("state", "words", "said"),
+    ("state", "words", "answer"),
     [
         ("RUNNING", "--batch --signal=USR2 12", "finished and saved"),
         ("PENDING", "12", "was PENDING and is cancelled"),
         ("", None, "does not know job 12"),
     ],
 )
-def test_a_job_is_stopped_by_slurm(tmp_path, slurm, state, words, said):
+def test_a_job_is_stopped_by_slurm(tmp_path, slurm, state, words, answer):
     folder = folder_with(tmp_path / "run", host="a-node")
     folder.job_file.write_bytes(encode(Job("12")))
     calls = slurm(state)
     result = invoke("stop", folder)
-    assert result.exit_code == 0 and said in result.output
+    assert result.exit_code == 0 and answer in result.output
     assert (calls.read_text().strip() if calls.exists() else None) == words
 
 
-def test_status_tells_of_the_job(tmp_path, slurm, monkeypatch):
+def test_status_shows_the_job(tmp_path, slurm, monkeypatch):
     folder = folder_with(tmp_path / "run")
     folder.job_file.write_bytes(encode(Job("12")))
     slurm("PENDING")

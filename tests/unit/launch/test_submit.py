@@ -39,7 +39,7 @@ def of_component(text: str, number: int) -> str:
 
 @pytest.fixture
 def sbatch(tmp_path, monkeypatch):
-    """A stand-in that keeps what it is given and says a number, as sbatch --parsable does."""
+    """A stand-in that keeps its input and prints a number, as sbatch --parsable does."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "sbatch").write_text(f'#!/bin/sh\ncat "$2" >> {tmp_path}/submitted\necho 4{os.getpid() % 10}7\n')
@@ -47,7 +47,7 @@ def sbatch(tmp_path, monkeypatch):
     for program in folder.iterdir():
         program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr("megatron_rl.launch.submit.checked_model", lambda config: {})  # loads torch in a process of its own
+    monkeypatch.setattr("megatron_rl.launch.submit.checked_model", lambda config: {})  # loads torch in its own process
     return tmp_path / "submitted"
 
 
@@ -183,7 +183,7 @@ def test_a_bad_profile_is_named(tmp_path, text, expected):
         (["--resume"], "holds no run to resume"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path, words, expected):
+def test_what_is_impossible_is_refused(tmp_path, words, expected):
     result = invoke("launch", CONFIG, "--dry-run", "--run.folder", str(tmp_path), *words)
     assert result.exit_code == 2 and expected in result.output, result.output
 
@@ -202,7 +202,7 @@ def test_the_model_is_checked_before_anything_is_submitted(tmp_path, sbatch, mon
     assert not sbatch.exists() and not (tmp_path / "tiny-moe-cpu").exists()
 
 
-def test_what_sbatch_says_is_passed_on(tmp_path, sbatch):
+def test_the_message_of_sbatch_is_shown(tmp_path, sbatch):
     (Path(os.environ["PATH"].split(":")[0]) / "sbatch").write_text(
         "#!/bin/sh\necho 'sbatch: error: invalid partition specified: fast' >&2\nexit 1\n"
     )
@@ -227,7 +227,7 @@ def test_a_sweep_is_a_job_for_each_point(tmp_path, sbatch):
     )
 
 
-def test_a_run_whose_job_goes_on_is_not_submitted_again(tmp_path, sbatch):
+def test_a_run_whose_job_has_not_ended_is_not_submitted_again(tmp_path, sbatch):
     assert invoke("launch", CONFIG, "--run.folder", str(tmp_path)).exit_code == 0
     number = job_of(RunFolder(tmp_path / "tiny-moe-cpu")).number
     (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\necho '{number}+0 PENDING'\n")
@@ -235,7 +235,7 @@ def test_a_run_whose_job_goes_on_is_not_submitted_again(tmp_path, sbatch):
     assert result.exit_code == 2 and f"its job {number} is PENDING" in result.output
 
 
-def test_a_job_that_goes_on_says_what_has_changed(tmp_path, sbatch):
+def test_a_resumed_job_lists_what_has_changed(tmp_path, sbatch):
     assert invoke("launch", CONFIG, "--run.folder", str(tmp_path)).exit_code == 0
     own = str(tmp_path / "tiny-moe-cpu" / "config.toml")
     result = invoke("launch", own, "--resume", "--rollouts.top_p", "0.5")

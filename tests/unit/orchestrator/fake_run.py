@@ -1,4 +1,4 @@
-"""A run whose workers, servers and trainer are a few lines each, behind the orchestrator's real HTTP application."""
+"""A run whose workers, servers and trainer are a few lines each; the orchestrator's HTTP application is the real one."""
 
 import asyncio
 import random
@@ -72,7 +72,7 @@ class FakeServer:
 
 
 class FakeChild:
-    """A process that ends when it is told."""
+    """A process that ends on request."""
 
     def __init__(self, name) -> None:
         self.name, self.status = name, None
@@ -85,7 +85,7 @@ class FakeChild:
 
 
 class FakeRun:
-    """An orchestrator with servers that are healthy at once, behind the real HTTP application."""
+    """An orchestrator with servers that are healthy at once, with the real HTTP application."""
 
     def __init__(self, tmp_path, cfg, num_servers=2, state=None, step=0) -> None:
         self.cfg, self.folder = cfg, RunFolder(tmp_path / "t")
@@ -132,7 +132,7 @@ class FakeRun:
             await asyncio.sleep(0)
 
     async def train(self, abs_dlogp=0.0, die_at=None, killed_at=None, step=None):
-        """die_at: the whole program dies within this step. killed_at: this process alone does."""
+        """die_at: the complete program dies within this step. killed_at: only this process dies."""
         step = self.orchestrator.context.step if step is None else step
         while (order := await self.post("/order", OrderRequest(step, wait_s=0.2), Order)).kind != "stop":
             if order.kind == "sync":

@@ -102,7 +102,7 @@ def test_a_slow_group_with_time_left_is_overtaken():
 
 
 def test_no_wait_where_waiting_cannot_help():
-    """Everything is too late for someone: the finished groups are as old as the one in flight, so the step goes on."""
+    """Everything is too late for someone: the finished groups are as old as the one in flight, so the step does not wait."""
     buffer = GroupBuffer(prompts_per_step=1, max_staleness=1, next_step=1)
     buffer.begin(0, 0)
     begin_and_finish(buffer, 1, 0)

@@ -17,11 +17,11 @@ def write(folder: RunFolder, step: int) -> RunState:
     state = RunState.new(CONFIG)
     for _ in range(step):
         state.begin("http://s", 0)
-    aside = folder.checkpoints / f".step_{step:06d}.part"
-    (aside / "engine").mkdir(parents=True)
-    (aside / "engine" / "__0_0.distcp").write_bytes(bytes(1000 + step))
-    (aside / "engine" / "common.pt").write_bytes(b"common")
-    seal_checkpoint(aside, folder.checkpoint(step), step, state)
+    staging = folder.checkpoints / f".step_{step:06d}.part"
+    (staging / "engine").mkdir(parents=True)
+    (staging / "engine" / "__0_0.distcp").write_bytes(bytes(1000 + step))
+    (staging / "engine" / "common.pt").write_bytes(b"common")
+    seal_checkpoint(staging, folder.checkpoint(step), step, state)
     return state
 
 
@@ -70,31 +70,31 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_is_taken(folder, kind):
     broken(folder.checkpoint(4))
     with pytest.raises(BrokenCheckpointError, match=message):
         read_checkpoint(folder.checkpoint(4), CONFIG)
-    said = []
-    state, step = restore(CONFIG, folder, said.append)
+    messages = []
+    state, step = restore(CONFIG, folder, messages.append)
     assert step == 2 and state.ledger.drawn == 2
-    assert "renamed to broken_step_000004, and the checkpoint before it is used" in said[0]
+    assert "renamed to broken_step_000004, and the checkpoint before it is used" in messages[0]
     assert folder.latest_checkpoint() == (2, folder.checkpoint(2))  # what the trainer's ranks take
     assert (folder.checkpoints / "broken_step_000004").is_dir()  # nothing is thrown away
 
 
-def test_a_whole_checkpoint_gives_back_its_state(folder):
+def test_a_complete_checkpoint_restores_its_state(folder):
     written = write(folder, 3)
-    said = []
-    state, step = restore(CONFIG, folder, said.append)
-    assert step == 3 and not said
+    messages = []
+    state, step = restore(CONFIG, folder, messages.append)
+    assert step == 3 and not messages
     assert {**state.ledger.stages()} == {"waiting": 3} and written.ledger.drawn == state.ledger.drawn
 
 
-def test_where_no_checkpoint_is_whole_the_run_begins_at_its_start(folder):
+def test_where_no_checkpoint_is_complete_the_run_begins_at_its_start(folder):
     write(folder, 2)
     cut(folder.checkpoint(2) / "orchestrator.json", 0.9)
-    said = []
-    state, step = restore(CONFIG, folder, said.append)
-    assert (step, state.ledger.drawn, len(said)) == (0, 0, 1)
+    messages = []
+    state, step = restore(CONFIG, folder, messages.append)
+    assert (step, state.ledger.drawn, len(messages)) == (0, 0, 1)
 
 
-def test_a_checkpoint_that_was_copied_elsewhere_is_still_whole(folder, tmp_path):
+def test_a_checkpoint_that_was_copied_elsewhere_is_still_complete(folder, tmp_path):
     write(folder, 2)
     shutil.copytree(folder.path, tmp_path / "copy")
     assert restore(CONFIG, RunFolder(tmp_path / "copy"), pytest.fail)[1] == 2

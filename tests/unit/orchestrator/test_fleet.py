@@ -70,7 +70,7 @@ def play(scenario, servers: FakeServers) -> None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        assert all(s.stopped or s.code is not None for starts in servers.starts for s in starts), "a server is left behind"
+        assert all(s.stopped or s.code is not None for starts in servers.starts for s in starts), "a server is left running"
 
     asyncio.run(body())
 

@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.orchestrator.ledger import Draw, Ledger, LedgerError, LengthHistogram
 
 
-def test_life_of_a_prompt():
+def test_states_of_a_prompt():
     ledger = Ledger(max_attempts=2)
     assert ledger.draw() == Draw(0, 0) and ledger.draw() == Draw(1, 0)
     ledger.finish(1, [4, 5])
@@ -28,7 +28,7 @@ def test_life_of_a_prompt():
     ledger.check()
 
 
-def test_faults_are_bounded_and_the_prompt_is_drawn_again_first():
+def test_faults_are_bounded_and_the_prompt_is_sampled_again_first():
     ledger = Ledger(max_attempts=2)
     ledger.draw(), ledger.draw()
     assert ledger.discard(1, "contract", [30]) and ledger.discard(0, "server")

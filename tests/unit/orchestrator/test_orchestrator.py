@@ -52,7 +52,7 @@ def test_generation_runs_ahead_but_no_further_than_the_bound(tmp_path):
     assert len(begun) == 2 * 3  # steps 0 and 1 may consume what version 0 samples
 
 
-def test_a_worker_gets_the_servers_beside_it_and_those_that_have_none(tmp_path):
+def test_a_worker_gets_the_servers_on_its_host_and_those_on_hosts_without_one(tmp_path):
     fake = FakeRun(tmp_path, config(tmp_path, max_staleness=2), num_servers=3)  # at s0, s1, s2
 
     async def scenario():
@@ -74,7 +74,7 @@ def test_a_worker_gets_the_servers_beside_it_and_those_that_have_none(tmp_path):
     assert assigned[1] == [{(True, "http://s2"), (False, "http://s1")}, {(False, "http://s1"), (False, "http://s2")}]
 
 
-def test_failed_groups_are_drawn_again_and_given_up_after_max_attempts(tmp_path):
+def test_failed_groups_are_sampled_again_and_given_up_after_max_attempts(tmp_path):
     fake = FakeRun(tmp_path, config(tmp_path, max_attempts=2))
 
     def sample(task):
@@ -130,7 +130,7 @@ def test_a_server_that_dies_loses_its_groups_to_the_others(tmp_path):
     assert any("exit code -9" in event for event in fake.observer.events)
 
 
-def test_servers_join_and_leave_while_the_run_goes_on_and_nothing_is_counted_twice(tmp_path):
+def test_servers_join_and_leave_while_the_run_continues_and_nothing_is_counted_twice(tmp_path):
     fake = FakeRun(tmp_path, config(tmp_path), num_servers=1)
     sampled_by = []
 
@@ -139,7 +139,7 @@ def test_servers_join_and_leave_while_the_run_goes_on_and_nothing_is_counted_twi
         if not task.probe and task.prompt_index == 4 and len(fleet.servers) == 1:
             fleet.add()
         if fleet.servers[-1].state == "ready" and len(fleet.servers) == 2 and not fleet.servers[0].unwanted:
-            fleet.remove(0)  # in the middle of a group of its own, or of the other's
+            fleet.remove(0)  # in the middle of its own group, or of the other's
         sampled_by.append(task.server)
         return sampled(fake, task)
 
@@ -216,7 +216,7 @@ def test_a_server_none_of_whose_probes_can_be_scored_leaves_the_fleet(tmp_path):
     assert fake.observer.steps == list(range(6))
 
 
-def test_a_probe_judges_servers_that_answer_wrongly_and_those_that_do_not_answer(tmp_path):
+def test_a_probe_evaluates_servers_that_answer_wrongly_and_those_that_do_not_answer(tmp_path):
     fake = FakeRun(tmp_path, config(tmp_path), num_servers=3)
     probe = Probe.on(["http://s0", "http://s1", "http://s2"], 4, 3)
     scores = {}

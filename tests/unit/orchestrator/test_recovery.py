@@ -57,7 +57,7 @@ def test_a_step_that_cannot_be_done_again_is_named(tmp_path):
     assert "its rollouts have to be sampled again; --resume samples new rollouts from this step on" in failure
 
 
-def test_a_step_whose_plan_is_gone_is_named(tmp_path, monkeypatch):
+def test_a_step_whose_plan_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_rl.batching.Spool.payload", lambda self, name: [None] * 2)
     fake = FakeRun(tmp_path, config(tmp_path))
     done = fake.orchestrator.trainer.on_step
@@ -75,7 +75,7 @@ def test_a_step_whose_plan_is_gone_is_named(tmp_path, monkeypatch):
     )
 
 
-def test_a_worker_that_dies_is_gone_and_the_others_sample_again_what_it_had_begun(tmp_path):
+def test_a_worker_that_dies_is_removed_and_the_others_sample_again_what_it_had_begun(tmp_path):
     fake = FakeRun(tmp_path, config(tmp_path))
     lost, other = FakeChild("worker-0"), FakeChild("worker-1")
 
@@ -110,7 +110,7 @@ def test_the_last_worker_ends_the_run(tmp_path):
         asyncio.run(fake.orchestrator.run([fake.trainer, alone], fake.start_trainer))
 
 
-def test_the_ranks_meet_where_the_first_says_and_those_of_the_restarted_with_elsewhere(tmp_path, monkeypatch):
+def test_the_ranks_rendezvous_where_the_first_serves_and_those_of_the_restarted_with_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_rl.batching.Spool.payload", lambda self, name: [None] * 2)
     fake = FakeRun(tmp_path, config(tmp_path))
     met = []
@@ -237,7 +237,7 @@ def test_a_full_disk_ends_the_run_by_name_and_nothing_is_lost(tmp_path, monkeypa
     fake.orchestrator.context.state.ledger.check()
 
 
-def test_finished_groups_whose_payloads_are_gone_are_drawn_again(tmp_path):
+def test_finished_groups_whose_payloads_are_missing_are_sampled_again(tmp_path):
     fake = FakeRun(tmp_path, config(tmp_path))
     state = fake.orchestrator.context.state
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""A stall becomes a message that says who waits for whom."""
+"""A stall becomes a message that names who waits for whom."""
 
 from megatron_rl.config import Config
 from megatron_rl.orchestrator.fleet import Server
@@ -23,7 +23,7 @@ def stalled():
     return clock, watchdog, lambda: watchdog.stall(4, state, servers), state
 
 
-def test_silence_is_no_stall_before_its_time_and_is_told_again_later():
+def test_silence_is_no_stall_before_its_time_and_is_reported_again_later():
     clock, watchdog, stall, _ = stalled()
     assert stall() is None
     clock.now += 61
