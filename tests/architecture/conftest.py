@@ -11,14 +11,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """In a process of pytest-xdist: hand over what it measured."""
+    """In a pytest-xdist worker: send what it measured to the controller."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["report"] = session.config.stash[REPORT]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node) -> None:
-    """A process of pytest-xdist has ended, or died without its output."""
+    """A pytest-xdist worker has exited, or crashed without output."""
     node.config.stash[REPORT] += getattr(node, "workeroutput", {}).get("report", [])
 
 

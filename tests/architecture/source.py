@@ -16,7 +16,7 @@ PACKAGE = "megatron_rl"
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, wherever in the file the statement stands."""
+    """One imported module, wherever in the file the statement is."""
 
     target: str
     """Dotted absolute name as written, e.g. "megatron_rl.records.rollout"; of `from a import b` it is "a.b"."""
@@ -73,7 +73,7 @@ def tracked_files() -> tuple[Path, ...] | None:
     if not (REPOSITORY / ".git").exists():
         return None
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    # A file that was removed from the disk but not yet from the index is on its way out.
+    # A file that is deleted on disk but still in the index is about to be removed.
     return tuple(Path(name) for name in listing.stdout.split("\0") if name and (REPOSITORY / name).exists())
 
 

@@ -1,4 +1,4 @@
-"""Every configuration that the repository offers can be read, whole, by the current code."""
+"""The current code reads every configuration file of the repository."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ CONFIGS = sorted((REPOSITORY / "model_configs").rglob("*.toml"))
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_config_is_read(path: Path) -> None:
-    # Here and not on top: when the package does not import, the tests beside this one must still say why.
+    # Imported here, so that the other tests of this folder still report why when the package cannot be imported.
     from megatron_rl.config import load_config
 
     load_config(path)

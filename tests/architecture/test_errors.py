@@ -1,4 +1,4 @@
-"""The error classes of the package: each tells whether a user can fix it, and its name means one thing."""
+"""The error classes of the package: each states whether a user can fix it, and no name is used twice."""
 
 import ast
 import builtins

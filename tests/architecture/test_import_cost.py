@@ -14,17 +14,17 @@ from tests.architecture.source import PACKAGE, REPOSITORY, package_modules
 HEAVY = ("torch", "megatron", "vllm", "transformers")
 LIGHT_UNITS = ("topology", "config", "records", "wire", "metrics", "tasks", "processes", "rollouts", "batching", "orchestrator")
 
-# Imports the named modules in turn and tells, for each forbidden package that came with it, which module brought it.
+# Imports the named modules in turn and prints which module loaded each forbidden package.
 PROBE = """
 import importlib, json, sys
 names, forbidden = json.loads(sys.argv[1])
-brought = {}
+loaded_by = {}
 for name in names:
     importlib.import_module(name)
     for package in forbidden:
         if package in sys.modules:
-            brought.setdefault(package, name)
-print(json.dumps(brought))
+            loaded_by.setdefault(package, name)
+print(json.dumps(loaded_by))
 """
 
 
@@ -33,8 +33,8 @@ def assert_not_loaded(names: list[str], forbidden: tuple[str, ...]) -> None:
     command = [sys.executable, "-c", PROBE, json.dumps([names, forbidden])]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr
-    brought = json.loads(result.stdout.splitlines()[-1])
-    assert not brought, "\n".join(f"importing {name} loads {package}" for package, name in brought.items())
+    loaded_by = json.loads(result.stdout.splitlines()[-1])
+    assert not loaded_by, "\n".join(f"importing {name} loads {package}" for package, name in loaded_by.items())
 
 
 def modules_of(unit: str) -> list[str]:

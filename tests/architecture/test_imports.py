@@ -34,12 +34,12 @@ UNITS = (
     "launch",
 )
 
-# The plugin lives inside vLLM's processes: whatever it imports is loaded in every server.
+# The plugin runs in vLLM's processes: whatever it imports is loaded in every server.
 PLUGIN = f"{PACKAGE}.inference.vllm.plugin"
 PLUGIN_MAY_IMPORT = {"errors", "records", "wire", "precision"}
 
-# A third-party package that only these parts of ours may know. The NCCL sender speaks the protocol of vLLM's own engine, and uses
-# vLLM's own sending half for it.
+# Third-party packages that only these parts may import. The NCCL sender uses the sending half of vLLM's NCCL weight transfer
+# engine, and so its protocol.
 ONLY_IN = {"megatron": ("engine",), "vllm": ("inference.vllm.plugin", "inference.vllm.nccl")}
 
 # Workers and the orchestrator are thousands of light processes; the config is read by all of them.
@@ -85,7 +85,7 @@ def test_units_import_only_lower_units() -> None:
 
 
 def test_modules_import_without_cycles() -> None:
-    """Lazy imports count: a cycle that is hidden in a function is still a cycle for the reader."""
+    """Imports inside functions count: such a cycle is still a cycle for the reader."""
     edges = {name: set() for name in NAMES}
     for module, item in all_imports():
         edges[module.name] |= {resolve_own(item.target, NAMES)} - {None, module.name}
@@ -124,7 +124,7 @@ def test_plugin_imports_only_what_it_may() -> None:
 
 @pytest.mark.parametrize("engine", ["vllm"])
 def test_only_the_registry_names_an_inference_engine(engine: str) -> None:
-    """Everybody else goes through the contract in `inference/engine.py`, or another engine could not take its place."""
+    """All other modules use the protocol in `inference/engine.py`, so that another engine can replace this one."""
     folder = f"{PACKAGE}.inference.{engine}"
     wrong = [
         report(module, item, f"{folder} is reached through inference.registry.engine_of only")

@@ -1,4 +1,4 @@
-"""The lock files hold what pyproject.toml asks for, so that nobody adds a dependency and forgets `bash scripts/lock.sh`."""
+"""The lock files satisfy pyproject.toml: fails when a dependency was added without `bash scripts/lock.sh`."""
 
 import tomllib
 from pathlib import Path
@@ -14,7 +14,7 @@ LOCKS = sorted((REPOSITORY / "scripts" / "locks").glob("py*.txt"))
 
 @pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
 def test_lock_satisfies_the_direct_dependencies(path: Path) -> None:
-    """Proves nothing of indirect dependencies: pip's resolver found those together."""
+    """Direct dependencies only: pip's resolver chose the indirect ones."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     wanted = [Requirement(line) for line in (*project["dependencies"], *project["optional-dependencies"]["test"])]
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]

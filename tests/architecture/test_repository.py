@@ -1,4 +1,4 @@
-"""What lies in the repository, where, and under which name."""
+"""Which files are in the repository, where, and under which name."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ ALLOWED_AT_TOP = {
     "pyproject.toml", "scripts", "slurm", "tests",
 }  # fmt: skip
 
-# A name that says nothing about what belongs there, so that everything ends up there.
+# Names that do not say what belongs there, so that everything ends up there.
 NAMELESS = {"util", "utils", "common", "helper", "helpers", "misc"}
 
 # Folders of one machine. Written in two parts, or this file would hold what it looks for.
@@ -60,6 +60,6 @@ def test_tests_mirror_the_package(kind: str) -> None:
 
 
 def mirrored(folder: Path) -> bool:
-    """Whether the package has this folder, or a module of this name; tests of the package as a whole lie at the top."""
+    """Whether the package has this folder, or a module of this name; tests of the entire package are at the top."""
     part = REPOSITORY / PACKAGE / folder
     return part.is_dir() or part.with_suffix(".py").is_file()

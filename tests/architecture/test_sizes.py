@@ -1,4 +1,4 @@
-"""Files and functions that one can read at one sitting, in the package, the tests and the scripts."""
+"""Limits on the length of files and functions in the package, the tests and the scripts."""
 
 import ast
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from tests.architecture.source import all_modules
 
 LONG_FILE, LONGEST_FILE = 400, 600
 LONG_FUNCTION, LONGEST_FUNCTION = 60, 100
-"""Lines. Above the first a thing is named in the report at the end of the run, above the second the test fails."""
+"""Lines. What is above the first is listed in the report at the end of the run; above the second the test fails."""
 
 NUM_REPORTED = 10
 

@@ -1,4 +1,4 @@
-"""Waiting for a moment of a run from outside: a file that begins to be written, seen by the kernel's notice of it."""
+"""Waits from outside for a moment of a run: the creation of a file, by inotify."""
 
 import ctypes
 import os
@@ -13,7 +13,7 @@ _HEAD = struct.Struct("iIII")  # watch, mask, cookie, length of the name that fo
 
 
 def wait_for_new_file(folder: Path, suffix: str, timeout_s: float) -> str:
-    """Return as soon as a file or folder whose name ends in `suffix` is made in `folder`; its name."""
+    """Return as soon as a file or folder whose name ends in `suffix` is created in `folder`, with its name."""
     descriptor = _LIBC.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     assert descriptor >= 0, os.strerror(ctypes.get_errno())
     try:

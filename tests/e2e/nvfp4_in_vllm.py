@@ -1,7 +1,7 @@
 """vLLM's own config parser, model and loaders on an NVFP4 checkpoint, without a GPU: `python -m tests.e2e.nvfp4_in_vllm FOLDER
 OUT PORT [UPDATE]`.
 
-Only what chooses and prepares kernels for a device is put aside. Everything else is vLLM's: it reads config.json, decides for
+Only the choice and preparation of kernels for a device is replaced. Everything else is vLLM's: it reads config.json, decides for
 each layer whether it is quantised, makes the parameters, loads the tensors into them and brings global scales into the form that
 kernels take. OUT gets, as safetensors: of each quantised linear map MODULE.weight, of each layer of experts MODULE.w13 and
 MODULE.w2, dequantised by vLLM from what the kernels would get; and every parameter of the other layers as it is.

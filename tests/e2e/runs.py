@@ -1,4 +1,4 @@
-"""Small deterministic runs of the whole program, and their processes."""
+"""Small deterministic runs of the complete program, and their processes."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ def replay(folder: Path, *words: str) -> subprocess.CompletedProcess:
 
 
 def processes_of(folder: Path) -> Iterator[tuple[int, str]]:
-    """Process id and command line of whatever runs for this run."""
+    """Process id and command line of every process of this run."""
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -41,8 +41,10 @@ def processes_of(folder: Path) -> Iterator[tuple[int, str]]:
 
 
 def process_of(folder: Path, module: str, rank: int | None = None) -> int:
-    """The one process of a run that executes this module; of the trainer's, the one with this rank. What it forked looks the
-    same."""
+    """The one process of a run that executes this module; of the trainer's processes the one with this rank.
+
+    Processes that it forked have the same command line, and do not count.
+    """
     alike = [pid for pid, line in processes_of(folder) if f"-m {module} " in line and (rank is None or _rank_of(pid) == rank)]
     found = [pid for pid in alike if _parent_of(pid) not in alike]
     assert len(found) == 1, f"{module}, rank {rank}: {found} of {list(processes_of(folder))}"

@@ -1,4 +1,4 @@
-"""The client against a real vLLM server on the CPU: what it brings is what transformers says the policy did.
+"""The client against a real vLLM server on the CPU: what it returns agrees with transformers.
 
 Not proved here: weight updates (the server keeps the weights that it loads), the native mask (it needs a GPU).
 """
@@ -134,7 +134,7 @@ def sample(url, folder, sampling: Sampling, prompts, *, max_turns=1, reply=None)
 
 
 def reference_run(reference, rollout: Rollout) -> tuple[torch.Tensor, np.ndarray]:
-    """Logits [C, V] behind each completion token, and the experts [P + C - 1, L, K] of transformers' routers."""
+    """Logits [C, V] from which each completion token is sampled, and the experts [P + C - 1, L, K] of transformers' routers."""
     chosen = []
     hooks = [
         layer.mlp.experts.register_forward_pre_hook(lambda module, args: chosen.append(args[1].numpy()))
@@ -181,7 +181,7 @@ TOLERANCE = 1e-5
         Sampling(temperature=1.0, top_k=1, max_new_tokens=8),
     ],
 )
-def test_single_turns_are_what_transformers_says(url, folder, reference, sampling):
+def test_single_turns_agree_with_transformers(url, folder, reference, sampling):
     rollouts = sample(url, folder, sampling, PROMPTS)
     assert max(check_against_reference(reference, r) for r in rollouts) < TOLERANCE
     sizes = np.concatenate([r.set_sizes for r in rollouts])
@@ -196,7 +196,7 @@ def test_single_turns_are_what_transformers_says(url, folder, reference, samplin
     assert all(len(r.completion_ids) == sampling.max_new_tokens for r, end in zip(rollouts, ends, strict=True) if not end)
 
 
-def test_two_turns_are_what_transformers_says(url, folder, reference):
+def test_two_turns_agree_with_transformers(url, folder, reference):
     async def reply(turns):
         return f"\ntool says {len(turns[-1]['content'])}; go on:\n" if len(turns) == 2 else None
 

@@ -1,4 +1,4 @@
-"""The commands, as a user runs them."""
+"""The conversion commands, as a user runs them."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""scripts/evidence.sh without its runs, which take an hour: what it refuses, and the table of what lies there."""
+"""scripts/evidence.sh without its runs, which take an hour: what it refuses, and the table of existing runs."""
 
 import subprocess
 import sys

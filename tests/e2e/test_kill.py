@@ -1,11 +1,11 @@
-"""kill -9 of each process of a run at a bad moment: nothing lost, nothing twice, and the bits of a run never killed.
+"""kill -9 of each process of a run at a bad moment: no prompt lost or trained twice, and the same bits as without the kill.
 
-The run goes on by itself when a server or a rank of the trainer was killed, and with --resume after everything else, and where
-trainer.max_restarts is 0. The moments are watched for from outside. One case runs always, the others with
+The run continues by itself after a server or a rank of the trainer was killed; after any other process, and where
+trainer.max_restarts is 0, with --resume. The tests wait for the moments from outside. One case always runs, the others with
 
     pytest tests/e2e/test_kill.py -m slow
 
-Not proved here: that the disk keeps what the kernel was told to write when the machine itself dies.
+Not proved here: that data is on disk when the machine itself crashes.
 """
 
 import json
@@ -27,7 +27,7 @@ STEPS = 5
 PROMPTS = 2
 WORDS = ["--run.steps", str(STEPS), "--model.architecture.num_hidden_layers", "2"]
 START_S = 300
-"""For a run to come to the moment, on a machine that does other things."""
+"""Limit for a run to reach the moment, on a busy machine."""
 
 
 def after_step(step: int) -> Callable[[RunFolder], None]:
@@ -45,7 +45,7 @@ def while_checkpointing(step: int) -> Callable[[RunFolder], None]:
         # Earlier ones may come before this looks, or after.
         while wait_for_new_file(folder.checkpoints, ".part", START_S) != f".step_{step:06d}.part":
             pass
-        # inside it the engine writes a folder aside of its own, whose files come one by one
+        # The engine writes a staging folder inside it, file by file.
         time.sleep(0.05)
 
     return wait
@@ -79,8 +79,8 @@ def second_rank(folder: Path) -> int:
     return process_of(folder, "megatron_rl.trainer", rank=1)
 
 
-def live_and_die(folder: RunFolder, moment: Callable[[RunFolder], None], victim: Callable[[Path], int], *words: str) -> int:
-    """A run whose victim is killed at the moment; returns the program's exit status when everything of it is gone."""
+def run_and_kill(folder: RunFolder, moment: Callable[[RunFolder], None], victim: Callable[[Path], int], *words: str) -> int:
+    """A run whose victim is killed at the moment; returns the program's exit status when all processes of the run have exited."""
     with open(folder.path.with_suffix(".out"), "wb") as output:
         command = train_command(folder.path, *WORDS, *words)
         started = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT)
@@ -116,7 +116,7 @@ def assert_every_prompt_was_trained_once(folder: RunFolder) -> None:
 
 
 def assert_equals_a_run_that_was_never_killed(folder: RunFolder) -> None:
-    """All steps in one go from the start give what the two lives gave."""
+    """All steps, rerun from the start without an interruption, give the same bits."""
     again = replay(folder.path, "--from-step", "0")
     assert again.returncode == 0, again.stdout + again.stderr
     assert again.stdout.count("same to the bit (by fingerprints)") == STEPS
@@ -147,9 +147,9 @@ slow = pytest.mark.slow
         pytest.param(while_a_payload_is_written(2), program, id="program-while-spooling", marks=slow),
     ],
 )
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, moment, victim):
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path, moment, victim):
     folder = RunFolder(tmp_path / "killed")
-    assert live_and_die(folder, moment, victim, "--trainer.max_restarts", "0") != 0
+    assert run_and_kill(folder, moment, victim, "--trainer.max_restarts", "0") != 0
     resume(folder)
     assert_every_prompt_was_trained_once(folder)
     assert_equals_a_run_that_was_never_killed(folder)
@@ -164,9 +164,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, moment, victi
     ],
 )
 @slow
-def test_a_trainer_whose_rank_is_killed_starts_again_in_the_same_run(tmp_path, moment, victim):
+def test_the_trainer_restarts_in_the_same_run_after_a_rank_is_killed(tmp_path, moment, victim):
     folder = RunFolder(tmp_path / "rank")
-    assert live_and_die(folder, moment, victim) == 0, folder.path.with_suffix(".out").read_text()
+    assert run_and_kill(folder, moment, victim) == 0, folder.path.with_suffix(".out").read_text()
     assert said(folder.logs / "events.log", f"the trainer is restarted from {folder.checkpoint(2)}, and catches up to step")
     assert_every_prompt_was_trained_once(folder)
     assert_equals_a_run_that_was_never_killed(folder)
@@ -175,6 +175,6 @@ def test_a_trainer_whose_rank_is_killed_starts_again_in_the_same_run(tmp_path, m
 @slow
 def test_a_server_killed_before_the_sync_is_replaced_in_the_same_run(tmp_path):
     folder = RunFolder(tmp_path / "server")
-    assert live_and_die(folder, after_step(2), server) == 0
+    assert run_and_kill(folder, after_step(2), server) == 0
     assert_every_prompt_was_trained_once(folder)
     assert_equals_a_run_that_was_never_killed(folder)

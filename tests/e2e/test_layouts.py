@@ -1,4 +1,4 @@
-"""Runs of the whole program at layouts and from folders that the other tests do not take; minutes each. Not proved here: that
+"""Runs of the complete program at layouts and from folders that no other test uses; minutes each. Not proved here: that
 they learn."""
 
 import json
@@ -62,8 +62,7 @@ def test_a_run_from_a_converted_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_run_with_nvfp4_weights_on_both_sides(tmp_path: Path) -> None:
-    """Servers hold what travelled packed, the trainer's passes use the same values, and the export of its checkpoint has them,
-    too."""
+    """Servers hold the packed values that they were sent; the trainer's passes and the export of its checkpoint use the same."""
     done = train(tmp_path / "nvfp4", "--precision.training", "qat", "--precision.rollouts", "nvfp4")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert_trained(tmp_path / "nvfp4")

@@ -1,4 +1,4 @@
-"""What vLLM would multiply with after loading an NVFP4 export is what the trainer multiplies with, in both layouts.
+"""vLLM multiplies with the trainer's values after loading an NVFP4 export, in both layouts.
 
 `nvfp4_in_vllm.py` says which parts are vLLM's own. Not shown: its FP4 kernels, which need a GPU.
 """
@@ -149,14 +149,14 @@ def check(found: dict[str, Tensor], source: Path, selection: Selection) -> None:
         elements += expected.numel()
         torch.testing.assert_close(tensor, expected, rtol=ULP, atol=0, msg=lambda text, name=name: f"{name}: {text}")
     assert elements == sum(tensor.numel() for tensor in values.values())
-    whole = {
+    full_precision = {
         name.removeprefix("plain:"): tensor
         for name, tensor in found.items()
         if name.startswith("plain:") and name.removeprefix("plain:") in plain
     }
-    assert {"lm_head.weight", "model.embed_tokens.weight"} <= whole.keys()
-    assert any(name.endswith((".gate.weight", "model.norm.weight")) for name in whole)
-    for name, tensor in whole.items():
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= full_precision.keys()
+    assert any(name.endswith((".gate.weight", "model.norm.weight")) for name in full_precision)
+    for name, tensor in full_precision.items():
         assert torch.equal(tensor, plain[name].to(tensor.dtype)), name  # GLM keeps its router in fp32
 
 
@@ -206,15 +206,16 @@ class Source(dict[str, Tensor]):
 def as_nccl_brings_it(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Sender and receiver without the network between them, which has a GPU."""
     sender, source, packed = NcclSender("127.0.0.1"), Source(tensors), []
-    told = sender.announcement(source.specs, 1)
+    announced = sender.announcement(source.specs, 1)
     sender._communicator = object()
     sender._broadcast = lambda stream: packed.append(pack_tensors(stream, lambda item: item[1], 1 << 40))
     assert sender.stream(source) == {}
     (chunk,) = packed
-    dtypes = [getattr(torch, name) for name in told["dtype_names"]]
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(told["shapes"], dtypes, strict=True)]
+    dtypes = [getattr(torch, name) for name in announced["dtype_names"]]
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(announced["shapes"], dtypes, strict=True)]
     return {
-        name: tensor.clone() for name, tensor in unpack_tensor(chunk.packed_tensor, told["names"], told["shapes"], dtypes, sizes)
+        name: tensor.clone()
+        for name, tensor in unpack_tensor(chunk.packed_tensor, announced["names"], announced["shapes"], dtypes, sizes)
     }
 
 
@@ -228,7 +229,7 @@ def test_vllm_gets_the_values_of_other_families(tmp_path: Path, family: str, lay
 
 
 def test_activations_of_four_bits_get_their_scale(source: Path, tmp_path: Path) -> None:
-    """A run's [precision] says so; the checkpoint lies where a run would have it."""
+    """A run's [precision] says so; the checkpoint is where a run would save it."""
     run = tmp_path / "run"
     shutil.copytree(source / "megatron", run / "checkpoints" / "megatron")
     (run / "config.toml").write_text(CONFIG)

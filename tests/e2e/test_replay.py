@@ -14,7 +14,7 @@ from megatron_rl.conversion.torch_dist import read_torch_dist
 from tests.e2e.runs import processes_of, replay, run, train_command
 
 
-def test_the_steps_of_an_asynchronous_run_come_out_the_same_to_the_bit(recorded):
+def test_the_steps_of_an_asynchronous_run_are_rerun_to_the_bit(recorded):
     again = replay(recorded.path, "--from-step", "0")
     assert again.returncode == 0, again.stdout + again.stderr
     assert [f"step {n}: equal; " in again.stdout for n in range(3)] == [True] * 3
@@ -23,7 +23,7 @@ def test_the_steps_of_an_asynchronous_run_come_out_the_same_to_the_bit(recorded)
 
 
 def test_the_steps_change_all_kinds_of_state(recorded):
-    """What was compared above is not a state that nothing moves."""
+    """The comparison above is not of a state that never changes."""
     first, last = (json.loads((recorded.fingerprints / f"step_{step:06d}.json").read_text())["ranks"] for step in (0, 2))
     for rank in range(2):
         assert any(name.endswith(" exp_avg_sq") for name in first[rank])
@@ -47,7 +47,7 @@ def test_a_step_that_was_trained_on_something_else_is_found_and_its_first_tensor
     assert re.search(r"loss: \S+ recorded, \S+ in the rerun", again.stdout)
 
 
-def test_at_another_layout_a_step_is_compared_with_the_checkpoint_behind_it(recorded):
+def test_at_another_layout_a_step_is_compared_with_the_checkpoint_after_it(recorded):
     again = replay(recorded.path, "--from-step", "2", "--layout.world_size", "1", "--layout.expert", "1")
     assert "(by checkpoint)" in again.stdout or "by at most" in again.stdout, again.stdout + again.stderr
     # fp32, sums in another order; the update of AdamW's first steps is about the learning rate, 4e-4, times the sign of the

@@ -11,7 +11,7 @@ from megatron_rl.report import write_report
 from tests.unit.report.run_folder import make_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-# Quiet, without a network of its own, and allowed to run as root in a container.
+# Quiet, without network access, and allowed to run as root in a container.
 FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -26,7 +26,7 @@ FLAGS = [
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
 
 
-def drawn(page: Path) -> str:
+def rendered(page: Path) -> str:
     """What the browser made of the page's body."""
     result = subprocess.run(
         [
@@ -49,7 +49,7 @@ def drawn(page: Path) -> str:
 def test_a_browser_draws_every_plot_and_the_first_rollout(tmp_path):
     folders = [make_run(tmp_path / name, steps=4, seed=seed) for seed, name in enumerate(("one", "two"))]
     write_report(folders, tmp_path / "out.html")
-    body = drawn(tmp_path / "out.html")
+    body = rendered(tmp_path / "out.html")
     titles = re.findall(r'class="gtitle"[^>]*>([^<]*)<', body)
     assert {"Reward", "Entropy", "Ratio p_trainer / p_rollout", "Gradient norm", "Waiting"} <= set(titles)
     assert body.count('class="scatterlayer') >= len(titles) >= 8
@@ -76,7 +76,7 @@ def test_a_run_can_be_hidden_and_lines_can_be_means(tmp_path):
       document.body.dataset.off = Math.abs(reward.y[20] - values.slice(16, 21).reduce((a, b) => a + b) / 5);
     </script></body>"""
     (tmp_path / "worked.html").write_text(page.replace("</body>", work))
-    found = dict(re.findall(r'data-(lines|legend|kept|off)="([^"]*)"', drawn(tmp_path / "worked.html").partition(">")[0]))
+    found = dict(re.findall(r'data-(lines|legend|kept|off)="([^"]*)"', rendered(tmp_path / "worked.html").partition(">")[0]))
     # Of two lines, one for each run, the first run's is gone, and the legend still names the series; what a legend's entry hid
     # stays hidden.
     assert (found["lines"], found["legend"]) == ("1", "1") and found["kept"].endswith("legendonly"), found

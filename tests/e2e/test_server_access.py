@@ -1,4 +1,4 @@
-"""Who may speak to a rollout server: vLLM's own application with our middleware, asked route by route from its own list.
+"""Which requests a rollout server accepts: vLLM's application with our middleware, every route that it lists.
 
 Not proved here: that the server process loads the middleware from its command line (test_vllm_plugin's server does, and says so).
 """
@@ -62,7 +62,7 @@ def paths_of(routes, prefix="") -> set[str]:
 
 
 def ask(app, headers, paths):
-    """(method, path) to status; an exception inside of the application counts as 500: the request has passed the door."""
+    """(method, path) to status; an exception inside of the application counts as 500: the request has passed the middleware."""
 
     async def body():
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -72,7 +72,7 @@ def ask(app, headers, paths):
     return asyncio.run(body())
 
 
-def test_every_route_but_health_asks_for_the_key(app):
+def test_every_route_but_health_needs_the_key(app):
     paths = paths_of(app.routes)
     must_be_among = {
         "/pause",
@@ -115,7 +115,7 @@ def test_a_websocket_is_closed_without_the_key(app):
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
-def test_no_door_without_a_key(monkeypatch):
+def test_no_middleware_without_a_key(monkeypatch):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     with pytest.raises(KeyMissingError, match=KEY_VARIABLE):
         RequireKey(None)

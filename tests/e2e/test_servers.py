@@ -1,4 +1,4 @@
-"""A server joins a run that goes on, and the one that it began with leaves: through the command line, with real vLLM servers."""
+"""A server joins a run in progress and its first server is removed: by the command line, with real vLLM servers."""
 
 import subprocess
 

@@ -1,5 +1,5 @@
 """`megatron-rl launch` on a real Slurm of four nodes (scripts/slurm_four_nodes.py), all of them on this machine: the small run on
-CPU as a heterogeneous job, and what happens to it there. One case runs always, the others with
+CPU as a heterogeneous job, its faults and its end. One case always runs, the others with
 
     pytest tests/e2e/test_slurm.py -m slow
 
@@ -36,7 +36,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory) -> Iterator[Path]:
-    """The folder of a Slurm of four nodes that runs."""
+    """The folder of a running Slurm of four nodes."""
     if missing := [name for name in ("slurmctld", "slurmd", "munged") if shutil.which(name) is None]:
         pytest.skip(f"{', '.join(missing)} not in PATH: apt-get install slurm-wlm munge")
     if os.geteuid():
@@ -48,7 +48,7 @@ def slurm(tmp_path_factory) -> Iterator[Path]:
     assert started.returncode == 0, started.stderr
     patch = pytest.MonkeyPatch()
     patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
-    # The job's processes are not this one's children, and find the package by what they inherit.
+    # The job's processes are no children of this one: they find the package by the environment that Slurm passes on.
     patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     yield folder
     subprocess.run([*FOUR_NODES, "down", str(folder)], check=True)
@@ -69,7 +69,7 @@ class Job:
         return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
     def signal(self, name: str) -> None:
-        """As Slurm does before the end of the job's time."""
+        """As Slurm does before the job's time limit."""
         self.call("scancel", "--batch", f"--signal={name}", self.number)
 
     @property
@@ -81,7 +81,7 @@ class Job:
         return (self.folder.logs / f"job-{self.number}.log").read_text(errors="replace")
 
     def wait(self, timeout_s: float = START_S) -> None:
-        """Until Slurm no longer runs it, and has it nowhere in its queue."""
+        """Waits until Slurm no longer runs it and has it in no queue."""
         assert eventually(lambda: not self.is_known, timeout_s, every_s=0.5), self.log
         assert eventually(lambda: not list(processes_of(self.folder.path)), 30), list(processes_of(self.folder.path))
 
@@ -109,8 +109,8 @@ def assert_nothing_was_lost(job: Job) -> None:
     assert_equals_a_run_that_was_never_killed(job.folder)
 
 
-def test_a_job_whose_time_ends_requeues_itself_and_comes_to_the_same_end(submitted, slurm, tmp_path):
-    job = submitted(tmp_path / "told", "--slurm.trainer.nodes", "2")
+def test_a_job_at_its_time_limit_requeues_itself_and_ends_with_the_same_bits(submitted, slurm, tmp_path):
+    job = submitted(tmp_path / "requeued", "--slurm.trainer.nodes", "2")
     after_step(1)(job.folder)
     key = key_of(process_of(job.folder.path, "megatron_rl.trainer", rank=0))
     job.signal("USR1")
@@ -126,7 +126,7 @@ def test_a_job_whose_time_ends_requeues_itself_and_comes_to_the_same_end(submitt
 
 @slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_costs_at_most_a_life_of_the_job(submitted, tmp_path, rank):
+def test_a_killed_rank_costs_at_most_one_attempt_of_the_job(submitted, tmp_path, rank):
     job = submitted(tmp_path / "rank", *TWO_AND_TWO)
     after_step(3)(job.folder)
     kill_9(process_of(job.folder.path, "megatron_rl.trainer", rank=rank))
@@ -135,7 +135,7 @@ def test_a_killed_rank_costs_at_most_a_life_of_the_job(submitted, tmp_path, rank
 
 
 @slow
-def test_a_killed_orchestrator_costs_a_life_of_the_job(submitted, tmp_path):
+def test_a_killed_orchestrator_costs_one_attempt_of_the_job(submitted, tmp_path):
     job = submitted(tmp_path / "orchestrator", *TWO_AND_TWO)
     after_step(3)(job.folder)
     kill_9(
@@ -151,7 +151,7 @@ def test_a_killed_orchestrator_costs_a_life_of_the_job(submitted, tmp_path):
 
 
 @slow
-def test_a_killed_server_is_replaced_in_the_same_life(submitted, tmp_path):
+def test_a_killed_server_is_replaced_in_the_same_attempt(submitted, tmp_path):
     job = submitted(tmp_path / "server", *TWO_AND_TWO)
     after_step(1)(job.folder)
     kill_9(next(pid for pid, line in processes_of(job.folder.path) if "-m megatron_rl.inference.vllm.plugin.serve " in line))
@@ -163,7 +163,7 @@ def test_a_killed_server_is_replaced_in_the_same_life(submitted, tmp_path):
 
 @slow
 @pytest.mark.parametrize("group", [0, 1])
-def test_a_lost_node_costs_at_most_a_life_of_the_job(submitted, tmp_path, group):
+def test_a_lost_node_costs_at_most_one_attempt_of_the_job(submitted, tmp_path, group):
     """The last node of the role: of the trainer the one without the orchestrator."""
     job = submitted(tmp_path / "node", *TWO_AND_TWO)
     after_step(3)(job.folder)
@@ -191,7 +191,7 @@ def test_stop_ends_a_job_and_launch_resumes_it(submitted, tmp_path):
 
 
 @slow
-def test_a_cancelled_job_saves_and_stays_away(submitted, tmp_path):
+def test_a_cancelled_job_saves_and_is_not_requeued(submitted, tmp_path):
     job = submitted(tmp_path / "cancelled", "--run.steps", "500")
     after_step(2)(job.folder)
     job.call("scancel", job.number)

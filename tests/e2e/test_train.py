@@ -35,7 +35,7 @@ def train(folder: Path, *words: str) -> subprocess.CompletedProcess:
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Command lines of whatever still runs for this run."""
+    """Command lines of the processes of this run that still run."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -56,7 +56,7 @@ def eventually(condition, timeout_s: float) -> bool:
     return True
 
 
-def test_every_token_comes_with_its_keep_set_and_routes_and_both_sides_agree(recorded):
+def test_every_token_has_its_keep_set_and_routes_and_both_sides_agree(recorded):
     summary = json.loads(recorded.summary_file.read_text())
     assert summary["steps"] == 3
     assert summary["keep_set_coverage"] == 1.0 and summary["routing_coverage"] == 1.0
@@ -94,7 +94,7 @@ def test_the_export_holds_the_trainers_weights_to_the_bit(recorded, tmp_path):
     assert mine.keys() == theirs.keys() and all((mine[name] == theirs[name]).all() for name in mine)
 
 
-def test_a_finished_run_goes_on_to_more_steps(recorded, tmp_path):
+def test_a_finished_run_continues_to_more_steps(recorded, tmp_path):
     run = RunFolder(tmp_path / "more-steps")
     shutil.copytree(recorded.path, run.path, symlinks=True)
     words = ["--run.folder", str(tmp_path), "--run.name", run.path.name, "--resume", "--run.steps", "4"]

@@ -62,7 +62,7 @@ def test_vllm_agrees_with_the_trainer_on_an_export(four: RankPool, family: str, 
 
 
 def served_log_probs(folder: Path, sequences: list[list[int]]) -> list[list[float]]:
-    """Of all tokens but the first of each sequence, from a vLLM engine in a process of its own."""
+    """Of all tokens but the first of each sequence, from a vLLM engine in a separate process."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(folder, sequences, theirs))
     process.start()

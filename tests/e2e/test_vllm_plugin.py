@@ -1,4 +1,4 @@
-"""Weight updates of one real vLLM server, judged by transformers' log-probs and by the server's own, to the last bit.
+"""Weight updates of one real vLLM server, compared with transformers' log-probs and, to the last bit, with the server's.
 
 The server starts on dummy weights, as in a run. What this does not show: tensor parallelism, NCCL, a GPU.
 """
@@ -329,7 +329,7 @@ def assert_sampled_as_told(completion: Completion, spans: list[list[int]], polic
     return len(spans) - 1
 
 
-def test_nothing_is_left_when_the_server_is_killed(server):
+def test_no_process_is_left_when_the_server_is_killed(server):
     """The last test of this module: it ends the server."""
     engine = psutil.Process(server.process.pid).children(recursive=True)
     assert engine

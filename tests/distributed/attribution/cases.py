@@ -1,4 +1,4 @@
-"""A recorded step of a small model, and what its ranks do, without processes of their own."""
+"""A recorded step of a small model, and what its ranks do, without separate processes."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -23,7 +23,7 @@ from megatron_rl.preflight.weights import write_random_weights
 
 
 def record_steps(folder: RunFolder, config: Config) -> None:
-    """Steps 0 and 1 of the same rollouts, which version 0 sampled, experts forced; by step 1 some are said to be of version 1."""
+    """Steps 0 and 1 of the same rollouts, which version 0 sampled, experts forced; in step 1 some are recorded as version 1."""
     folder.create(config)
     write_random_weights(folder.model, config.model.architecture, seed=3)
     scored = sample_sequences(Oracle(folder.model), SAMPLING, seed=5, forced_experts=True)
@@ -38,7 +38,7 @@ def record_steps(folder: RunFolder, config: Config) -> None:
 
 
 def moved(held: object, tensor: Tensor) -> Tensor:
-    """Weights after a step that never was."""
+    """Weights as if after one more step."""
     return tensor * 1.05
 
 

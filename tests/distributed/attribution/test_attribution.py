@@ -61,14 +61,14 @@ def test_in_a_healthy_step_every_replay_counts_and_rounding_is_left(attributed: 
 
 
 def test_staleness_is_undone_by_the_weights_that_sampled_each_token(attributed: Attributed) -> None:
-    """Half of the rollouts are said to be of the step's own version, which did not sample them: their mismatch stays."""
+    """Half of the rollouts are recorded as of the step's own version, which did not sample them: their mismatch stays."""
     found = attributed(1, None)
     stale = next(row for row in found.rows if row.name == "staleness 0")
     assert stale.accounts_for > 0.1 * found.as_trained.mismatch.abs_mean
     worst = {token.staleness: token for token in found.worst}
     assert worst[1].explained_by == "staleness 0" and worst[1].with_change["staleness 0"] < 10 * ROUNDING
     assert worst[0].explained_by == "no single change"
-    assert found.faults == () and found.hypotheses  # too much is left, and no known fault is behind it
+    assert found.faults == () and found.hypotheses  # too much is left, and no known fault causes it
 
 
 @pytest.mark.parametrize(

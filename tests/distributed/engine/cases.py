@@ -53,7 +53,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one rank knows of a step: the scores of its own sequences; on rank 0 the whole gradients and the weights after the
+    """What one rank knows of a step: the scores of its own sequences; on rank 0 the full gradients and the weights after the
     step."""
 
     log_probs: dict[int, np.ndarray]  # by sequence, of its loss tokens

@@ -11,7 +11,7 @@ from tests.distributed.engine.cases import Run, Setting, laid_out
 Weights = dict[str, Tensor]
 
 
-def save_and_go_on(rank: int, setting: Setting, folder: Path, sections: dict[str, Any] | None = None) -> Weights:
+def save_and_continue(rank: int, setting: Setting, folder: Path, sections: dict[str, Any] | None = None) -> Weights:
     """Two steps, a checkpoint, two more steps: the weights at the end. sections: of the configuration, by name."""
     with laid_out(setting) as groups:
         run = Run(groups, setting, **(sections or {}))
@@ -34,7 +34,7 @@ def resume(rank: int, setting: Setting, folder: Path) -> tuple[int, Weights]:
 
 
 def broken_loads(rank: int, setting: Setting, folders: list[Path]) -> list[str]:
-    """What is said of each."""
+    """The message of each refusal."""
     found = []
     with laid_out(setting) as groups:
         run = Run(groups, setting)

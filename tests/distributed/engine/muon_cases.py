@@ -88,7 +88,7 @@ def resume(rank: int, setting: Setting, folder: Path) -> tuple[Weights, float]:
 
 
 def other_optimizer(rank: int, setting: Setting, folder: Path, saved_by: str, loaded_by: str) -> str:
-    """What is said when one optimizer's checkpoint is loaded by the other."""
+    """The message when one optimizer loads the other's checkpoint."""
     with laid_out(setting) as groups:
         Run(groups, setting, optimizer={"name": saved_by}).engine.save(folder, 0)
         try:

@@ -41,22 +41,22 @@ class Expected:
 def expected(model: str, *, routing_replay: bool = True) -> Expected:
     members = rollouts_of(model)
     options = options_of(model, moe_layers=all_layers(model), routing_replay=routing_replay)
-    whole = collate(members, 0, alignment_of(Layout(), False), options)
+    packed = collate(members, 0, alignment_of(Layout(), False), options)
     oracle = hugging_face(model)
-    logits = torch.cat([_logits(oracle, whole, start, end) for start, end in pairwise(whole.segment_ends)])
+    logits = torch.cat([_logits(oracle, packed, start, end) for start, end in pairwise(packed.segment_ends)])
     vocab_size = CONFIGS[model]["vocab_size"]
     log_probs, entropies = reference_log_probs(  # of hidden states that are the logits already
         logits,
         torch.eye(vocab_size, dtype=torch.float64),
-        _keep_sets(whole),
-        temperature=torch.from_numpy(whole.temperature),
+        _keep_sets(packed),
+        temperature=torch.from_numpy(packed.temperature),
         vocab_size=vocab_size,
     )
     loss, _ = loss_of(config_of(model, Layout()))(
-        log_probs, token_batch(whole, denominators_of(members), entropy=entropies.float())
+        log_probs, token_batch(packed, denominators_of(members), entropy=entropies.float())
     )
     return Expected(
-        by_sequence([whole], [log_probs.detach().numpy()]), by_sequence([whole], [entropies.detach().numpy()]),
+        by_sequence([packed], [log_probs.detach().numpy()]), by_sequence([packed], [entropies.detach().numpy()]),
         oracle.gradients(loss) | _no_gradients(model), float(loss.detach()),
     )  # fmt: skip
 
@@ -76,11 +76,11 @@ def hugging_face(model: str) -> Oracle:
         return Oracle(folder)
 
 
-def _logits(oracle: Oracle, whole: Microbatch, start: int, end: int) -> Tensor:
+def _logits(oracle: Oracle, packed: Microbatch, start: int, end: int) -> Tensor:
     """f64 [end - start, V] of one sequence; its last position has no recorded experts."""
-    experts = None if whole.routed_experts is None else whole.routed_experts[start : end - 1]
-    return oracle.logits(whole.tokens[start:end], experts)[0]
+    experts = None if packed.routed_experts is None else packed.routed_experts[start : end - 1]
+    return oracle.logits(packed.tokens[start:end], experts)[0]
 
 
-def _keep_sets(whole: Microbatch) -> KeepSets:
-    return KeepSets.from_ragged(whole.targets, whole.loss_mask, whole.full_rows, whole.keep_sets)
+def _keep_sets(packed: Microbatch) -> KeepSets:
+    return KeepSets.from_ragged(packed.targets, packed.loss_mask, packed.full_rows, packed.keep_sets)

@@ -41,7 +41,7 @@ def qat_against_loaded_values(rank: int, setting: Setting) -> tuple[list[dict[in
 
 
 def fake_quantised(model: str, run: Run) -> dict[str, Tensor]:
-    """The model's weights, quantised whole, each group with its own amax, without the engine's help."""
+    """The model's full tensors, quantised group by group with their own amax, without the engine."""
     weights, group_of = weights_of(model), run.engine._quantiser.selection.group_of
     amaxes: dict[str, Tensor] = {}
     for name, group in group_of.items():
@@ -80,8 +80,11 @@ def quantised_activations(rank: int, setting: Setting) -> list[dict[int, np.ndar
             "precision": QAT["precision"] | {"activations": "nvfp4", "activation_amax": 64.0},
             "weight_sync": {"probe_tolerance": 1.0},
         }
-        whole, both = Run(groups, setting, **QAT), Run(groups, setting, **section)
-        scores = [whole.log_probs(), by_sequence(both.microbatches, [s.log_probs for s in both.engine.score(both.microbatches)])]
+        weights_only, both = Run(groups, setting, **QAT), Run(groups, setting, **section)
+        scores = [
+            weights_only.log_probs(),
+            by_sequence(both.microbatches, [s.log_probs for s in both.engine.score(both.microbatches)]),
+        ]
         assert np.isfinite(both.step()["grad_norm"])
         return scores
 

@@ -48,7 +48,7 @@ def gradients_after_other_work(rank: int, setting: Setting) -> Gradients:
 
 
 def gradients_with_newest_first(rank: int, setting: Setting) -> Gradients:
-    """A planted fault: recomputation takes the routes of the youngest microbatch in flight."""
+    """An injected fault: recomputation takes the routes of the youngest microbatch in flight."""
     kept = LayerRoutes.unbind
 
     def newest_first(self: LayerRoutes, keep: bool) -> None:

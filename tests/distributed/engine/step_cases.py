@@ -40,8 +40,8 @@ def gradients_with_idle_ranks(rank: int, setting: Setting) -> dict[str, Tensor]:
     """The first data-parallel rank has all loss tokens; the others see the same tokens, none of which counts."""
     with laid_out(setting) as groups:
         run = Run(groups, setting)
-        whole = packed(run, run.members, setting)
-        run.microbatches = whole if groups.coords.dp == 0 else [without_loss(m) for m in whole]
+        complete = packed(run, run.members, setting)
+        run.microbatches = complete if groups.coords.dp == 0 else [without_loss(m) for m in complete]
         return run.gradients()
 
 
@@ -168,7 +168,7 @@ def round_trip(rank: int, setting: Setting) -> tuple[bool, dict[str, Tensor]]:
 
 
 def sequence_level_step(rank: int, setting: Setting) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Gradients and metrics of an objective that looks at whole sequences, with the dense entropy of some tokens."""
+    """Gradients and metrics of an objective over complete sequences, with the dense entropy of some tokens."""
     with laid_out(setting) as groups:
         run = Run(groups, setting, objective={"name": "gspo"}, metrics={"entropy_full_tokens": 5})
         return run.gradients(), run.step()

@@ -136,8 +136,8 @@ def microbatches_of(
     packing = pack(lengths, num_ranks=layout.dp, max_tokens=max_tokens, microbatch_multiple=multiple)[coords.dp]
     alignment = alignment_of(layout, options.sequence_parallel)
     alignment = replace(alignment, total=lcm(alignment.total, multiple_of))
-    whole = (collate([_with_routes(members[n], options) for n in numbers], 0, alignment, options) for numbers in packing)
-    return [cut_routes(microbatch, layout, coords, sequence_parallel=options.sequence_parallel) for microbatch in whole]
+    uncut = (collate([_with_routes(members[n], options) for n in numbers], 0, alignment, options) for numbers in packing)
+    return [cut_routes(microbatch, layout, coords, sequence_parallel=options.sequence_parallel) for microbatch in uncut]
 
 
 def _with_routes(member: Member, options: AssemblyOptions) -> Member:

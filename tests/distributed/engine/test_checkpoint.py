@@ -10,7 +10,7 @@ import torch
 from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.topology import Layout
 from tests.distributed.engine.cases import LEARNING_RATE, Setting
-from tests.distributed.engine.checkpoint_cases import broken_loads, refusals, resume, save_and_go_on
+from tests.distributed.engine.checkpoint_cases import broken_loads, refusals, resume, save_and_continue
 
 SAVED_AT = {
     "tp2 pp2 ep2": Setting(layout=Layout(4, tp=2, pp=2, ep=2)),
@@ -21,19 +21,19 @@ RESUMED_AT = [Layout(4), Layout(4, tp=4, etp=2, ep=2), Layout(4, pp=4), Layout(4
 
 
 @pytest.mark.parametrize("name", SAVED_AT)
-def test_the_same_layout_goes_on_to_the_bit(four: RankPool, tmp_path: Path, name: str) -> None:
-    wanted = four.run(save_and_go_on, SAVED_AT[name], tmp_path / "step2")[0]
+def test_the_same_layout_resumes_to_the_bit(four: RankPool, tmp_path: Path, name: str) -> None:
+    wanted = four.run(save_and_continue, SAVED_AT[name], tmp_path / "step2")[0]
     step, found = four.run(resume, SAVED_AT[name], tmp_path / "step2")[0]
     assert step == 2
     assert all(torch.equal(found[key], weight) for key, weight in wanted.items())
 
 
-def test_another_layout_goes_on_within_rounding(four: RankPool, one: RankPool, tmp_path: Path) -> None:
+def test_another_layout_resumes_within_rounding(four: RankPool, one: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "step2"
-    wanted = four.run(save_and_go_on, SAVED_AT["tp2 pp2 ep2"], folder)[0]
+    wanted = four.run(save_and_continue, SAVED_AT["tp2 pp2 ep2"], folder)[0]
     others = [four.run(resume, Setting(layout=layout), folder)[0] for layout in RESUMED_AT]
     for _, found in [*others, one.run(resume, Setting(), folder)[0]]:
-        # Lost moments or a wrong step count move weights by a whole rate.
+        # Lost moments or a wrong step count move weights by the full learning rate.
         assert max(float((found[key] - weight).abs().max()) for key, weight in wanted.items()) < 0.2 * LEARNING_RATE
 
 
@@ -48,11 +48,11 @@ class Command:
 
 
 def test_a_folder_from_elsewhere_runs_nothing_and_a_broken_one_is_named(one: RankPool, tmp_path: Path) -> None:
-    whole, touched = tmp_path / "step2", tmp_path / "touched"
-    one.run(save_and_go_on, Setting(), whole)
+    intact, touched = tmp_path / "step2", tmp_path / "touched"
+    one.run(save_and_continue, Setting(), intact)
     folders = {name: tmp_path / name for name in ("metadata", "common", "half", "gone")}
     for folder in folders.values():
-        shutil.copytree(whole, folder)
+        shutil.copytree(intact, folder)
     (folders["metadata"] / ".metadata").write_bytes(pickle.dumps(Command(touched)))
     torch.save({"step": 2, "more": Command(touched)}, folders["common"] / "common.pt")  # 0.19 reads it where it is there
     tensors = next(folders["half"].glob("*.distcp"))
@@ -60,16 +60,16 @@ def test_a_folder_from_elsewhere_runs_nothing_and_a_broken_one_is_named(one: Ran
     next(folders["gone"].glob("*.distcp")).unlink()
     found = dict(zip(folders, one.run(broken_loads, Setting(), list(folders.values()))[0], strict=True))
     assert not touched.exists()
-    for name, said in found.items():
-        assert said.startswith(f"{folders[name]} cannot be read: "), said
-        assert said.endswith("of a foreign one use only the weights, by megatron-rl convert megatron-to-hf")
+    for name, message in found.items():
+        assert message.startswith(f"{folders[name]} cannot be read: "), message
+        assert message.endswith("of a foreign one use only the weights, by megatron-rl convert megatron-to-hf")
     assert ".metadata asks for pathlib." in found["metadata"]
     assert "an object next to the tensors is more than data, and is not made" in found["common"]
 
 
 def test_what_is_refused(four: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "step2"
-    four.run(save_and_go_on, SAVED_AT["tp2 pp2 ep2"], folder)
+    four.run(save_and_continue, SAVED_AT["tp2 pp2 ep2"], folder)
     half = tmp_path / "half"
     half.mkdir()
     (half / ".metadata").write_bytes((folder / ".metadata").read_bytes())

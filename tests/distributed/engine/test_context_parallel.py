@@ -1,4 +1,4 @@
-"""Context parallelism beyond what test_parity shows: objectives over whole sequences, metrics, refusals."""
+"""Context parallelism beyond what test_parity shows: objectives over complete sequences, metrics, refusals."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_what_transformer_engine_cannot_cut_is_refused_on_a_gpu(one: RankPool) -
     assert one.run(refusal_on_a_gpu, models["deepseek_v3_moe"]) == ["nothing"]
 
 
-def test_a_sequence_that_lies_on_several_ranks_is_one_sequence(one: RankPool, four: RankPool) -> None:
+def test_a_sequence_on_several_ranks_counts_as_one_sequence(one: RankPool, four: RankPool) -> None:
     """One data-parallel replica on both sides, so that the microbatches and the tokens sampled for the entropy are the same."""
     gradients, metrics = one.run(sequence_level_step, Setting())[0]
     for layout in (Layout(4, cp=4), Layout(4, tp=2, cp=2, ep=2)):

@@ -1,4 +1,4 @@
-"""The stand-in for CUDA, where it shows only in a process of its own."""
+"""The stand-in for CUDA, where it shows only in a separate process."""
 
 from megatron_rl.engine.rank_pool import RankPool
 

@@ -8,7 +8,7 @@ from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.topology import Layout
 
 TIMEOUT_S = 77.0
-"""Neither a whole number of minutes, which is how Megatron takes it, nor a default."""
+"""Neither an integral number of minutes, which is how Megatron takes it, nor a default."""
 
 
 def timeouts_of_groups(rank: int, layout: Layout) -> list[float]:

@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction: trained by their own loss beside a policy that does not notice, at every layout, with
+"""Layers for multi-token prediction: trained by their own loss without an effect on the policy, at every layout, with
 routes replayed.
 
 Their loss and gradients are those of transformers' decoder layer in float64. Not shown: several such layers, GPUs.
@@ -64,7 +64,7 @@ def of_policy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_the_policy_does_not_notice(single, four: RankPool, name: str) -> None:
+def test_the_policy_is_unchanged(single, four: RankPool, name: str) -> None:
     found, wanted = four.run(stepped, FOUR[name], "trained"), four.run(stepped, FOUR[name], "carried")
     for with_mtp, without in zip(found, wanted, strict=True):
         assert with_mtp.log_probs.keys() == without.log_probs.keys()
@@ -131,6 +131,6 @@ def test_muon_trains_it_too(one: RankPool, four: RankPool) -> None:
         assert (found.weights[name] - wanted.weights[name]).norm() < 2e-3 * (wanted.weights[name] - before[name]).norm(), name
 
 
-def test_a_model_without_such_layers_is_told(one: RankPool) -> None:
+def test_a_model_without_such_layers_is_refused(one: RankPool) -> None:
     (message,) = one.run(nothing_to_train, Setting("deepseek_v3_moe"))
     assert "no layer for multi-token prediction" in message and "leave model.mtp out" in message

@@ -15,7 +15,7 @@ from megatron_rl.optim import MuonRates, MuonSettings, reference_step
 from megatron_rl.topology import Layout
 from megatron_rl.weight_mapping import ParameterTable
 from tests.distributed.engine.cases import LEARNING_RATE, Setting
-from tests.distributed.engine.checkpoint_cases import save_and_go_on
+from tests.distributed.engine.checkpoint_cases import save_and_continue
 from tests.distributed.engine.muon_cases import (
     MUON,
     Stepped,
@@ -29,7 +29,7 @@ from tests.distributed.engine.muon_cases import (
 from tests.distributed.engine.subject import CONFIGS, weights_of
 
 # Of an update, relative to its norm. Against the reference, which starts from the same gradients, what is left is the
-# iteration's own rounding and that of weights near 1 (6e-8) beside an update of about .2 * LEARNING_RATE.
+# iteration's own rounding and that of weights near 1 (6e-8) next to an update of about .2 * LEARNING_RATE.
 REFERENCE = 2e-3
 # Between layouts the gradients differ by about 1e-6 relative to their norm, and Newton-Schulz raises that of the smallest
 # singular values by up to 3.4445^5 = 485.
@@ -45,7 +45,7 @@ FOUR = {
     "tp2 pp2 vpp2 ep2": Setting(layout=Layout(4, tp=2, pp=2, vpp=2, ep=2)),
     "cp2 tp2": Setting(layout=Layout(4, tp=2, cp=2)),
     "dense and tied, tp2 pp2": Setting("qwen3", Layout(4, tp=2, pp=2)),
-    # Each factor of latent attention by itself: down projections are whole on every tensor-parallel rank, up projections are cut.
+    # Each factor of latent attention by itself: down projections are complete on every tensor-parallel rank, up ones are cut.
     "latent, tp2": Setting("deepseek_v3_moe", Layout(4, tp=2)),
     "latent, ep2": Setting("deepseek_v3_moe", Layout(4, ep=2)),
     "latent, tp2 pp2 ep2": Setting("deepseek_v3_moe", Layout(4, tp=2, pp=2, ep=2)),
@@ -98,7 +98,7 @@ def test_every_layout_makes_the_same_update(single, four: RankPool, name: str) -
 
 
 @pytest.mark.parametrize("setting", [Setting(), Setting(layout=Layout(4, tp=2, pp=2, ep=2))], ids=["one", "tp2 pp2 ep2"])
-def test_an_expert_without_tokens_goes_on_with_its_momentum(one: RankPool, four: RankPool, setting: Setting) -> None:
+def test_an_expert_without_tokens_is_updated_by_its_momentum(one: RankPool, four: RankPool, setting: Setting) -> None:
     found, before = (
         (one if setting.layout.world_size == 1 else four).run(steps_without_expert, setting, 5)[0],
         weights_of("qwen3_moe"),
@@ -146,7 +146,7 @@ def test_momentum_is_the_only_state_and_falls_with_the_replicas(four: RankPool) 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_resumed_is_uninterrupted(four: RankPool, one: RankPool, tmp_path: Path, dtype: str) -> None:
     setting = Setting(layout=Layout(4, tp=2, pp=2, ep=2), dtype=dtype)
-    wanted = four.run(save_and_go_on, setting, tmp_path / "step2", {"optimizer": MUON})[0]
+    wanted = four.run(save_and_continue, setting, tmp_path / "step2", {"optimizer": MUON})[0]
     found, loss = four.run(resume, setting, tmp_path / "step2")[0]
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
     if dtype == "float32":
@@ -154,11 +154,11 @@ def test_resumed_is_uninterrupted(four: RankPool, one: RankPool, tmp_path: Path,
         elsewhere.append(one.run(resume, Setting(), tmp_path / "step2")[0])
         for weights, other_loss in elsewhere:
             assert other_loss == pytest.approx(loss, rel=1e-5)
-            # A momentum that is lost or in another's place moves weights by their whole update.
+            # A momentum that is lost or at another parameter moves weights by their full update.
             assert worst(weights, wanted, weights_of("qwen3_moe"), matrices_of("qwen3_moe"))[0] < LAYOUT
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("adamw", "muon"), ("muon", "adamw")])
-def test_the_other_optimizer_is_told(one: RankPool, tmp_path: Path, saved_by: str, loaded_by: str) -> None:
+def test_the_other_optimizers_checkpoint_is_refused(one: RankPool, tmp_path: Path, saved_by: str, loaded_by: str) -> None:
     (message,) = one.run(other_optimizer, Setting(), tmp_path / "step0", saved_by, loaded_by)
     assert f"optimizer.name = '{saved_by}'" in message and "megatron-to-hf" in message

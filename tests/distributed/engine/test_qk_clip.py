@@ -42,6 +42,6 @@ def changed(model: str, found: Clipped) -> set[str]:
     return {name for name, weight in found.weights.items() if not torch.equal(weight, before[name])}
 
 
-def test_normalised_queries_are_told_that_nothing_would_change(one: RankPool) -> None:
+def test_normalised_queries_are_refused_since_nothing_would_change(one: RankPool) -> None:
     (message,) = one.run(refused_clip, Setting("qwen3"))
     assert "normalises q and k" in message and "leave qk_clip out" in message

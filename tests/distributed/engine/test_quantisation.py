@@ -23,9 +23,11 @@ LAYOUTS = pytest.mark.parametrize("setting", [EVERYTHING, EXPERT_SHARDS], ids=["
 
 
 @LAYOUTS
-def test_values_are_those_of_the_whole_matrices_and_gradients_go_straight_through(four: RankPool, setting: Setting) -> None:
-    """A plain run that was given the values, quantised whole by the test, computes the same to the last bit: so ranks quantise
-    their shards to the same values, and nothing but the values differs."""
+def test_values_are_those_of_the_full_matrices_and_gradients_go_straight_through(four: RankPool, setting: Setting) -> None:
+    """A plain run that was given the values, quantised by the test from full tensors, computes the same to the last bit.
+
+    So ranks quantise their shards to the same values, and nothing but the values differs.
+    """
     answers = four.run(qat_against_loaded_values, setting)
     for (quantised, plain), (gradients, expected), stayed in answers:
         assert stayed

@@ -1,4 +1,4 @@
-"""Ranks that fail are heard of, whichever they are, and the next case finds new ones."""
+"""Any rank that fails is reported, and the next case runs on new ranks."""
 
 import pytest
 
@@ -9,7 +9,7 @@ def fails_on_the_last_rank(rank: int) -> None:
     import torch.distributed as dist
 
     if rank == 1:
-        raise ValueError("this rank cannot go on")
+        raise ValueError("this rank cannot continue")
     dist.barrier()  # that the other never enters
 
 
@@ -20,6 +20,6 @@ def number_of(rank: int) -> int:
 def test_a_rank_that_fails_while_another_waits_for_it_is_named() -> None:
     with RankPool(2) as pool:
         assert pool.run(number_of) == [0, 1]
-        with pytest.raises(CaseFailedError, match=r"(?s)rank 1 of 2: .*this rank cannot go on"):
+        with pytest.raises(CaseFailedError, match=r"(?s)rank 1 of 2: .*this rank cannot continue"):
             pool.run(fails_on_the_last_rank)
         assert pool.run(number_of) == [0, 1]

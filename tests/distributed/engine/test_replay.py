@@ -18,7 +18,7 @@ from tests.distributed.engine.replay_cases import (
 from tests.distributed.engine.test_parity import GRADIENT, assert_same_gradients, assert_same_scores, relative_differences
 
 IN_FLIGHT = Setting(layout=Layout(4, pp=4), recompute="full", max_tokens=19, multiple_of=20)
-"""Several microbatches, of one length and each with routes of its own, in flight on every stage but the last."""
+"""Several microbatches, of one length and each with different routes, in flight on every stage but the last."""
 
 
 def test_without_replay_the_router_chooses(one: RankPool) -> None:
@@ -30,7 +30,7 @@ def test_without_replay_the_router_chooses(one: RankPool) -> None:
 
 
 def test_a_selection_bias_chooses_on_every_stage(one: RankPool, four: RankPool) -> None:
-    """Without replay: groups of experts and a bias that is not zero, in one process and with each layer on a stage of its own."""
+    """Without replay: groups of experts and a bias that is not zero, in one process and with each layer on a separate stage."""
     free = Setting("deepseek_v3_moe", routing_replay=False)
     wanted, found = expected(free.model, routing_replay=False), one.run(evaluate, free)[0]
     assert_same_scores(found.log_probs, wanted.log_probs)
@@ -54,7 +54,7 @@ def test_nothing_else_in_the_process_disturbs_it(four: RankPool, setting: Settin
 
 
 def test_routes_of_another_microbatch_would_show(four: RankPool) -> None:
-    """The test above can fail: the order of the queue is what it rests on."""
+    """Shows that the test above can fail: it depends on the order of the queue."""
     found = four.run(gradients_with_newest_first, IN_FLIGHT)[0]
     assert max(relative_differences(found, expected("qwen3_moe").gradients).values()) > 1000 * GRADIENT
 

@@ -42,7 +42,7 @@ def test_a_step_without_any_loss_token_moves_nothing(four: RankPool) -> None:
         assert metrics["loss"] == 0 and metrics["grad_norm"] == 0 and weights_stayed
 
 
-def test_ranks_with_different_numbers_of_microbatches_are_told(four: RankPool) -> None:
+def test_different_numbers_of_microbatches_are_refused(four: RankPool) -> None:
     for message in four.run(uneven_microbatches, Setting(layout=Layout(4, ep=2))):
         assert "others from 1 to 2" in message
 

@@ -1,4 +1,4 @@
-"""The operation on vocabulary shards of 1, 2 and 4 Gloo processes against the float64 reference of the whole; one launch for all.
+"""The operation on vocabulary shards of 1, 2 and 4 Gloo processes against the float64 reference of the full vocabulary.
 
 What it does not prove: NCCL, and Megatron's own gradient buffers (the engine's tests train with them).
 """
@@ -109,7 +109,7 @@ def reference_full_entropy(case: Case) -> torch.Tensor:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_shards_together_are_the_whole(name, tp, sequence_parallel, results, references):
+def test_shards_together_equal_the_full_vocabulary(name, tp, sequence_parallel, results, references):
     """Whichever route, with main_grad and without."""
     wanted, dtype = references[name], CASES[name].hidden.dtype
     for run in [run for run in RUNS if run[:3] == (name, tp, sequence_parallel)]:

@@ -21,7 +21,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_lies_there_from_the_first_step_on(four: RankPool, name: str) -> None:
+def test_buffers_that_exist_from_the_first_step_on(four: RankPool, name: str) -> None:
     setting = SETTINGS[name]
     counts = ParameterCounts(MODELS[setting.model])
     work = Workload(40, 20, 20, 8, 2, parameter_bytes=2 if setting.dtype == "bfloat16" else 4)

@@ -1,4 +1,4 @@
-"""One rank of a small world in which something goes wrong."""
+"""One rank of a small process group in which something fails."""
 
 import os
 import sys
@@ -67,7 +67,7 @@ def ends_well(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def live(case: str, rank: int, store: dist.Store) -> None:
-    """All output of a rank is what it says at its end."""
+    """All output of a rank is its last message."""
     with fail_together(store, rank, WORLD):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=TIMEOUT_S))
         group = dist.new_group(list(range(WORLD)), timeout=timedelta(seconds=TIMEOUT_S))

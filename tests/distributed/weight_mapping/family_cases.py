@@ -36,8 +36,8 @@ def examples_of(vocab_size: int) -> tuple[SupervisedExample, ...]:
     """Six sequences of different lengths; of each all tokens but the first are scored."""
     random = np.random.default_rng(0)
     lengths = (17, 9, 23, 5, 12, 19)
-    drawn = [random.integers(0, vocab_size, length).tolist() for length in lengths]
-    return tuple(SupervisedExample((ids[0],), tuple(ids[1:])) for ids in drawn)
+    sampled = [random.integers(0, vocab_size, length).tolist() for length in lengths]
+    return tuple(SupervisedExample((ids[0],), tuple(ids[1:])) for ids in sampled)
 
 
 def config_of(folder: Path, layout: Layout, dtype: str = "float32") -> Config:

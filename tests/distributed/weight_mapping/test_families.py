@@ -17,7 +17,7 @@ from megatron_rl.conversion import HfCheckpoint, hf_to_megatron, megatron_to_hf
 from megatron_rl.engine.rank_pool import RankPool
 from megatron_rl.topology import Layout
 from tests.distributed.weight_mapping.family_cases import FamilyResult, examples_of, load_and_save, run_family
-from tests.distributed.weight_mapping.transformers_model import Judge, save_random
+from tests.distributed.weight_mapping.transformers_model import Reference, save_random
 
 DATA = Path(__file__).parents[2] / "data"
 FAMILIES: dict[str, dict[str, Any]] = json.loads((DATA / "small_families.json").read_text())
@@ -31,7 +31,7 @@ MIXED = Layout(4, tp=2, pp=2, ep=2, first_stage_layers=1)
 MORE_RANKS_THAN_GROUPS = Layout(4, tp=4)
 """Of query groups: ranks share keys and values, and their biases."""
 PIPELINE_AND_CONTEXT = [Layout(4, pp=4), Layout(4, pp=2, vpp=2, ep=2), Layout(4, cp=4), Layout(4, tp=2, cp=2, ep=2)]
-"""What latent attention and sinks need their own cases for. Other attention passes these layouts in engine/test_parity.py."""
+"""Latent attention and sinks need their own cases here. Other attention passes these layouts in engine/test_parity.py."""
 LAYOUTS = {
     "qwen3_moe": [MIXED],
     "mixtral_moe": [MIXED, MORE_RANKS_THAN_GROUPS],
@@ -40,7 +40,7 @@ LAYOUTS = {
     "deepseek_v3_moe": [MIXED, *PIPELINE_AND_CONTEXT],
     "moonlight_moe": [MIXED, *PIPELINE_AND_CONTEXT],
 }
-"""Chosen by planting faults: docs/developing.md has the table. A new family begins with MIXED and MORE_RANKS_THAN_GROUPS."""
+"""Chosen by injecting faults: docs/developing.md has the table. A new family begins with MIXED and MORE_RANKS_THAN_GROUPS."""
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +65,12 @@ def single(one: RankPool, saved):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_process_is_transformers(single, saved, name: str) -> None:
-    judge = Judge(saved(name))
-    log_probs, gradients = judge.run(examples_of(FAMILIES[name]["vocab_size"]))
+    reference = Reference(saved(name))
+    log_probs, gradients = reference.run(examples_of(FAMILIES[name]["vocab_size"]))
     found = single(name)
     for number, wanted in log_probs.items():
         np.testing.assert_allclose(found.log_probs[number], wanted.numpy(), rtol=0, atol=LOG_PROB)
-    assert found.routes == judge.routes
+    assert found.routes == reference.routes
     assert len(gradients) > 20
     for key, wanted in gradients.items():
         assert (found.gradients[key] - wanted).norm() < GRADIENT * wanted.norm(), key

@@ -49,13 +49,15 @@ Shapes = dict[tuple[int, str], tuple[int, ...]]
 
 @pytest.fixture(scope="module")
 def other_process() -> Iterator[ProcessPoolExecutor]:
-    """The stand-in for CUDA changes torch for the whole process, so that it has one of its own."""
+    """The stand-in for CUDA changes torch for the entire process, so it runs in a separate one."""
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield pool
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=str)
-def test_every_rank_builds_what_the_placement_says(other_process: ProcessPoolExecutor, model: str, layout: Layout) -> None:
+def test_every_rank_builds_the_parameters_of_the_placement(
+    other_process: ProcessPoolExecutor, model: str, layout: Layout
+) -> None:
     ranks = list(range(layout.world_size))
     built = other_process.submit(built_by_megatron, MODELS[model], config_of(layout), ranks).result()
     placement = place(MODELS[model], layout)

@@ -1,4 +1,4 @@
-"""The judge of a family: transformers' own model, which also writes the checkpoint."""
+"""The reference of a family: transformers' own model, which also writes the checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from megatron_rl.conversion import HfCheckpoint
 
 
 def save_random(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
-    """Every tensor random: norms that are all ones or biases of zero would hide that they are at one another's place."""
+    """Every tensor random: norms that are all ones or biases of zero would hide that they are exchanged."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -21,7 +21,7 @@ def save_random(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch
     model.to(dtype).save_pretrained(folder, max_shard_size="60KB")
 
 
-class Judge:
+class Reference:
     """Scores, gradients and routes of a saved model, one sequence after the other, in fp32."""
 
     def __init__(self, folder: Path) -> None:
