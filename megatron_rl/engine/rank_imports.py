@@ -1,6 +1,6 @@
-"""What the ranks of a RankPool need, imported once, in the process that they are forked from.
+"""What the ranks of a RankPool import, loaded once in the process from which they are forked (multiprocessing's forkserver).
 
-Importing this module chooses the CPU for the whole process: only ranks, and the process that forks them, may do it. Nothing here
+Importing this module hides the GPUs from the entire process: only ranks, and the process that forks them, may do it. Nothing here
 may start a thread, since a fork does not take it along.
 """
 

@@ -172,3 +172,10 @@ def test_optional_packages_are_imported_lazily() -> None:
         if item.target.split(".")[0] in LAZY and not item.deferred
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_rank_pool_imports_what_chooses_the_cpu() -> None:
+    """Importing engine/rank_imports.py hides the GPUs from the entire process."""
+    module = f"{PACKAGE}.engine.rank_imports"
+    importers = {importer.name for importer, item in all_imports() if resolve_own(item.target, NAMES) == module}
+    assert importers == {f"{PACKAGE}.engine.rank_pool"}
