@@ -208,7 +208,7 @@ def as_nccl_brings_it(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     sender, source, packed = NcclSender("127.0.0.1"), Source(tensors), []
     announced = sender.announcement(source.specs, 1)
     sender._communicator = object()
-    sender._broadcast = lambda stream: packed.append(pack_tensors(stream, lambda item: item[1], 1 << 40))
+    sender._broadcast = lambda communicator, stream: packed.append(pack_tensors(stream, lambda item: item[1], 1 << 40))
     assert sender.stream(source) == {}
     (chunk,) = packed
     dtypes = [getattr(torch, name) for name in announced["dtype_names"]]
