@@ -109,9 +109,9 @@ def assert_every_prompt_was_trained_once(folder: RunFolder) -> None:
     trained = [(step, index) for step in range(STEPS) for index in {e.prompt_index for e in spool.recorded(step).entries}]
     assert len(trained) == len({index for _, index in trained}) == ledger.trained_prompts == STEPS * PROMPTS
     for step, index in trained:
-        assert ledger.fate(index) == f"trained at step {step}"
+        assert ledger.outcome(index) == f"trained at step {step}"
     others = set(range(ledger.drawn)) - {index for _, index in trained}
-    assert all(ledger.fate(index) in ("buffered", "sampling", "waiting") for index in others)
+    assert all(ledger.outcome(index) in ("buffered", "sampling", "waiting") for index in others)
     assert [row.step for row in read_rows(folder.metrics_file)] == list(range(STEPS))
 
 
