@@ -34,8 +34,8 @@ def server_command(settings: ServerSettings) -> tuple[list[str], dict[str, str]]
         )
     if split := [word for word in s.extra_arguments if word.partition("=")[0].replace("_", "-") in ONE_ADDRESS_OF_SEVERAL]:
         raise UnsupportedByEngineError(
-            f"servers.extra_arguments has {', '.join(split)}: then a server's address reaches a part of its replicas only, and the "
-            "others would get no weights; let vLLM balance them behind one address (--data-parallel-size alone), or raise "
+            f"servers.extra_arguments has {', '.join(split)}: then a server's address reaches a part of its replicas only, and "
+            "the others would get no weights; let vLLM balance them behind one address (--data-parallel-size alone), or raise "
             "servers.count"
         )
     argv = [

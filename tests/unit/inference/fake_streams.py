@@ -1,14 +1,14 @@
 """A stand-in for CUDA's streams on a CPU: values are computed at once, and whoever reads without having waited is named.
 
 Each stream has a clock, and knows how far it has seen the others' (a vector clock). An operation is the next tick of the current
-stream; it tags the memory that it writes, and must have seen the tick of the last write of what it reads. Freed memory must not be
-given away while another stream reads it: either that stream was recorded on it, or its owner has waited for the read.
+stream; it tags the memory that it writes, and must have seen the tick of the last write of what it reads. Freed memory must not
+be given away while another stream reads it: either that stream was recorded on it, or its owner has waited for the read.
 
 It knows torch's operations and what is passed to `reads`. Not proved with it: what NCCL and the allocator really do.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -123,8 +123,15 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: cuda.current)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: cuda.record(tensor, stream))
+    monkeypatch.setattr(torch.Tensor, "record_stream", _recording(cuda))
     return cuda
+
+
+def _recording(cuda: FakeCuda) -> Callable[[torch.Tensor, FakeStream], None]:
+    def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:  # a function: a bound method would not get the tensor
+        cuda.record(tensor, stream)
+
+    return record_stream
 
 
 def _merge(clock: dict[FakeStream, int], other: dict[FakeStream, int]) -> None:

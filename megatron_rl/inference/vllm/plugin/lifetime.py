@@ -1,7 +1,8 @@
 """No process of a rollout server outlives the one that started it, however that one ends.
 
 vLLM's workers watch a pipe to their engine process. The engine process watches nothing: when its server is killed, it keeps the
-GPU's memory. On a GPU it is spawned, so nothing that the server sets up for its forks reaches it; but vLLM loads the plugin there.
+GPU's memory. On a GPU it is spawned, so nothing that the server sets up for its forks reaches it; but vLLM loads the plugin
+there.
 """
 
 import os

@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -44,8 +45,8 @@ class Group:
 class Communicator:
     """Records what rank 0 broadcasts. Like vLLM's, it needs all members, and is silent once it is destroyed."""
 
-    made: list["Communicator"] = []
-    on_broadcast: Callable[[torch.Tensor], None] = staticmethod(lambda tensor: None)
+    made: ClassVar[list["Communicator"]] = []
+    on_broadcast: ClassVar[Callable[[torch.Tensor], None]] = staticmethod(lambda tensor: None)
 
     def __init__(self, group: Group, device: int) -> None:
         group.broadcast_obj("id", src=0)

@@ -178,7 +178,8 @@ def test_a_server_that_was_started_again_at_its_address_is_not_taken_for_the_for
 
 
 @pytest.mark.parametrize("fault", ["dead", "refuses", "hangs", "hangs in part"])
-def test_a_server_that_does_not_join_costs_itself_not_the_fleet(vllm_parts, fault):
+def test_a_server_that_does_not_join_costs_itself_not_the_fleet(vllm_parts, fault, monkeypatch):
+    monkeypatch.setattr(nccl, "_FREED_S", 2.0)
     servers = [Server("a"), Server("b", num_workers=2), Server("c")]
     bad = servers[1]
     bad.is_dead, bad.refuses = fault == "dead", fault == "refuses"
