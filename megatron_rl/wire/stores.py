@@ -49,16 +49,18 @@ def num_connections(port: int) -> int:
 
     A store does not say who waits at it, so the kernel is asked.
     """
-    established, count = "01", 0
+    established = "01"
+    connections: set[tuple[str, str]] = set()  # while connections come and go, the kernel may list one twice
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
             lines = Path(table).read_text().splitlines()[1:]
         except FileNotFoundError:  # a machine without IPv6
             continue
         for line in lines:
-            _, local, _, state, *_ = line.split()
-            count += state == established and int(local.rpartition(":")[2], 16) == port
-    return count
+            _, local, remote, state, *_ = line.split()
+            if state == established and int(local.rpartition(":")[2], 16) == port:
+                connections.add((local, remote))
+    return len(connections)
 
 
 def address_towards(host: str, port: int) -> str:

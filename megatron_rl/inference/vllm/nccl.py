@@ -80,12 +80,14 @@ class NcclSender:
         self._communicator: PyNcclCommunicator | None = None
         self._members: tuple[ServerAddress, ...] = ()
         self._confirmed: dict[str, int] = {}
+        self._broken: dict[str, str] = {}
 
     def connect(self, servers: Sequence[VllmControl]) -> dict[str, str]:
         """Keep the communicator if it has exactly these servers; otherwise make one with all of them that come."""
         if self._communicator is not None and self._are_the_members(servers):
             return {}
         self.close()
+        self._broken = {}
         sizes, failures = _each(servers, _leave_former_group)
         while sizes:
             members = {server: sizes[server.address.name] for server in servers if server.address.name in sizes}
@@ -172,7 +174,10 @@ class NcclSender:
         }
 
     def stream(self, source: WeightSource) -> dict[str, str]:
-        """See `WeightSender.stream`. A broadcast waits for every member without end, so a timer aborts the communicator."""
+        """See `WeightSender.stream`. A broadcast waits for every member without end, so a timer aborts the communicator.
+
+        Where the group broke between `connect` and here, all of its servers have failed: none of them gets anything.
+        """
         trouble: list[Exception] = []  # of the source itself; in vLLM's loop it would look like one of NCCL's
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -189,7 +194,7 @@ class NcclSender:
             raise trouble[0]
         for _ in remaining:  # what is left, or all of it without servers: the other ranks gather it too
             pass
-        return {} if failure is None else {address.name: failure for address in self._members}
+        return self._broken if failure is None else {address.name: failure for address in self._members}
 
     def _broadcast(self, communicator: "PyNcclCommunicator", tensors: Iterator[tuple[str, torch.Tensor]]) -> str | None:
         """Send all tensors; why it failed, or None."""
@@ -217,8 +222,10 @@ class NcclSender:
         self._confirmed[server.address.name] = version
 
     def disconnect(self, server: str) -> None:
-        """Destroy the communicator if this server is in it."""
+        """Destroy the communicator if this server is in it. The workers of the others are members until they join anew."""
         if any(address.name == server for address in self._members):
+            reason = f"server {server}, a member of the same NCCL group, failed before the stream began"
+            self._broken = {address.name: reason for address in self._members}
             self.close()
 
     def close(self) -> None:

@@ -55,9 +55,11 @@ class Communicator:
             time.sleep(0.01)
         self.world_size, self.disabled = group.world_size, False
         self.sent: list[torch.Tensor] = []
+        self.asked = 0
         self.made.append(self)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        self.asked += 1
         if self.disabled:
             return
         assert src == 0

@@ -99,27 +99,31 @@ def test_without_the_wait_the_fake_sees_the_race(cuda, monkeypatch):
         stream_over_fake(cuda, BucketSource())
 
 
-def test_an_aborted_broadcast_is_an_error_at_once(cuda, monkeypatch):
+def test_an_aborted_broadcast_is_an_error_at_once(cuda):
     """vLLM's communicator is silent once it is destroyed, so its producer would go on to the end as if all were well."""
     sender = connected([Server("a"), Server("b")], timeout_s=0.3)
-    pulled_after_abort = []
 
     def hang(tensor: torch.Tensor) -> None:
         while not Communicator.made[-1].disabled:
             time.sleep(0.01)
 
-    class Watched(BucketSource):
-        def __iter__(self):
-            for item in super().__iter__():
-                pulled_after_abort.append(Communicator.made[-1].disabled)
-                yield item
-
     Communicator.on_broadcast = staticmethod(hang)
-    source = Watched()
+    source = BucketSource()
     lost = sender.stream(source)
     assert set(lost) == {"a", "b"} and "aborted after 0.3 s" in lost["a"]
     assert source.ended == 1, "the other ranks gather to the end, too"
-    assert len(Communicator.made[-1].sent) == 1
+    assert Communicator.made[-1].asked == 1
+
+
+def test_a_group_that_breaks_before_the_stream_is_an_error_at_once(cuda):
+    """As when one server refuses to start the update: the others would wait in NCCL, and the trainer for them."""
+    servers = [Server("a"), Server("b")]
+    sender = connected(servers)
+    sender.disconnect("b")
+    source = BucketSource()
+    lost = sender.stream(source)
+    assert set(lost) == {"a", "b"} and "server b, a member of the same NCCL group" in lost["a"] and source.ended == 1
+    assert sender.connect(servers) == {} and sender.stream(BucketSource()) == {}
 
 
 def test_an_abort_in_the_last_bucket_is_an_error(cuda):
