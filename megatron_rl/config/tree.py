@@ -318,8 +318,19 @@ def _packed_weights_have_a_taker(c: Config) -> str | None:
     if c.servers_have_nvfp4_layers and c.model.dtype != "bfloat16":
         return (
             f"precision.rollouts = 'nvfp4' over nccl with model.dtype = '{c.model.dtype}': vLLM's NVFP4 layers multiply in "
-            "bfloat16; set model.dtype = 'bfloat16', or weight_sync.transport = 'gloo', which unpacks the weights on the "
-            "servers"
+            "bfloat16; set model.dtype = 'bfloat16', or precision.rollouts = 'full'"
+        )
+    return None
+
+
+def _members_of_a_communicator_agree(c: Config) -> str | None:
+    """The servers' workers and trainer rank 0 share one."""
+    of_trainer, of_servers = c.slurm.trainer.environment, c.slurm.rollouts.environment
+    differ = [name for name in ("NCCL_ALGO", "NCCL_PROTO") if of_trainer.get(name) != of_servers.get(name)]
+    if c.transport == "nccl" and differ:
+        return (
+            f"slurm.trainer.environment and slurm.rollouts.environment differ in {', '.join(differ)}: trainer rank 0 and the "
+            "servers share an NCCL communicator, whose members hang where they differ; give both the same value"
         )
     return None
 
@@ -357,6 +368,7 @@ _RULES = (
     _same_weights_on_both_sides,
     _activations_have_their_mode,
     _packed_weights_have_a_taker,
+    _members_of_a_communicator_agree,
     _native_fp4_has_a_gpu,
     _trained_mtp_is_in_full_precision,
 )

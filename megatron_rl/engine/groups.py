@@ -15,6 +15,7 @@ from megatron_rl.config import Config
 from megatron_rl.engine import cpu
 from megatron_rl.errors import UserError
 from megatron_rl.topology import Layout, RankCoords
+from megatron_rl.wire.nccl import DETERMINISTIC_NCCL
 
 
 class DeterminismError(UserError, ValueError):
@@ -98,7 +99,8 @@ def set_determinism(deterministic: bool) -> None:
     if deterministic:
         # Read by cuBLAS, NCCL and Transformer Engine when they start.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("NCCL_ALGO", "Ring")
+        for name, value in DETERMINISTIC_NCCL.items():
+            os.environ.setdefault(name, value)
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
         _check_environment()
     torch.use_deterministic_algorithms(deterministic)
@@ -107,7 +109,7 @@ def set_determinism(deterministic: bool) -> None:
 def _check_environment() -> None:
     required = {
         "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
-        "NCCL_ALGO": ("Ring",),
+        **{name: (value,) for name, value in DETERMINISTIC_NCCL.items()},
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
     }
     wrong = [

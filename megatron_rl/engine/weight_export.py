@@ -18,8 +18,9 @@ _BUCKET_BYTES = 64 * 2**20
 class WeightExport:
     """All tensors of the model, in the table's order. It can be iterated again, and then gives the values of that moment.
 
-    Iterating is a collective: every rank iterates over all of it, rank 0 gets (name, tensor) and the others (name, None). The
-    tensor may be a view of a buffer that is used again: it is valid until the next one is requested.
+    Iterating is a collective: every rank iterates over all of it, rank 0 gets (name, tensor) and the others (name, None). A
+    tensor may be a view of a parameter: it is valid until the weights change. It has the dtype of its spec, also where a module
+    holds another one (Transformer Engine's attention sinks are fp32).
 
     Args:
         placement: Placement of the model, at the run's layout.
@@ -92,14 +93,17 @@ class WeightExport:
         mine = [self._held[p.name] for p in bucket if self._rank in self._placement.owners(p)]
         if self._rank != 0:
             if mine:
-                dist.send(torch.cat([self._shard_of(held).detach().flatten() for held in mine]), dst=0)
+                dist.send(torch.cat([self._exported(held).flatten() for held in mine]), dst=0)
             return {}
-        own = {held.parameter.name: self._shard_of(held).detach() for held in mine}
+        own = {held.parameter.name: self._exported(held) for held in mine}
         received = {owner: self._receive(bucket, owner) for owner in self._senders(bucket)}
         return {
             p.name: [own[p.name] if owner == 0 else received[owner][p.name] for owner in self._placement.owners(p)]
             for p in bucket
         }
+
+    def _exported(self, held: HeldParameter) -> Tensor:
+        return self._shard_of(held).detach().to(self._dtype_of([held.parameter]))
 
     def _senders(self, bucket: Sequence[Parameter]) -> list[int]:
         return sorted({owner for parameter in bucket for owner in self._placement.owners(parameter)} - {0})

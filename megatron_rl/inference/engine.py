@@ -112,9 +112,8 @@ class InferenceEngine(Protocol):
         """The ways to read keep-sets from this engine's answers."""
         ...
 
-    @property
-    def weight_transports(self) -> frozenset[WeightTransport]:
-        """The transports that this engine's servers can receive weights over."""
+    def weight_transports(self, device: Literal["cpu", "cuda"]) -> frozenset[WeightTransport]:
+        """The transports that this engine's servers can receive weights over, on such a device."""
         ...
 
     def server_command(self, settings: ServerSettings) -> tuple[list[str], dict[str, str]]:

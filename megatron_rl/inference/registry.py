@@ -29,10 +29,11 @@ def engine_of(config: Config) -> InferenceEngine:
     engine = make()
     for key, value, offered in (
         ("rollouts.keep_set_source", config.keep_set_source, engine.keep_set_sources),
-        ("weight_sync.transport", config.transport, engine.weight_transports),
+        ("weight_sync.transport", config.transport, engine.weight_transports(config.device)),
     ):
         if value not in offered:
             raise UnsupportedByEngineError(
-                f"{key} = {value!r}: {engine.name} offers {', '.join(sorted(offered))}; choose one of these"
+                f"{key} = {value!r}: {engine.name} offers {', '.join(sorted(offered))} with run.device = {config.device!r}; "
+                "choose one of these"
             )
     return engine

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_rl.wire.tensor_spec import TensorSpec
+from megatron_rl.wire.tensor_spec import TensorSpec, dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -19,10 +19,6 @@ class ServerAddress:
 
     name: str
     url: str
-    num_workers: int = 1
-    """Number of the server's workers: its tensor-parallel size."""
-    incarnation: int = 0
-    """How often it has been started. A server that came back at the same url must not be taken for the former one."""
 
 
 class ServerControl(Protocol):
@@ -67,6 +63,7 @@ class WeightSource(Protocol):
 
     `specs` is known without gathering anything. Iterating gathers one tensor after another; it is a collective of the trainer's
     ranks, so all of them must iterate the same number of times, to the end. Each iteration is a fresh pass, in `specs`' order.
+    A sender keeps several tensors at a time, so each stays as it was given until the pass has ended.
     """
 
     @property
@@ -126,13 +123,19 @@ def checked_tensors(source: WeightSource) -> Iterator[tuple[TensorSpec, "torch.T
     The receivers lay out their buffers by the announcement, so a stream that strays from it would be loaded under wrong names.
 
     Raises:
-        ValueError: At the first tensor that differs from its spec in name, or when there are more or fewer tensors than specs.
+        ValueError: At the first tensor that differs from its spec in name, dtype or shape, or when there are more or fewer
+            tensors than specs.
     """
     tensors = iter(source)
     for spec in source.specs:
         name, tensor = next(tensors, (None, None))
         if name != spec.name or tensor is None:
             raise ValueError(f"the weight source yielded {name!r} where its specs announce {spec.name!r}; the order must agree")
+        if dtype_name(tensor.dtype) != spec.dtype or tuple(tensor.shape) != spec.shape:
+            raise ValueError(
+                f"the weight source yielded {name!r} as {dtype_name(tensor.dtype)} {list(tensor.shape)} where its specs announce "
+                f"{spec.dtype} {list(spec.shape)}; the receivers have laid out their buffers by the announcement"
+            )
         yield spec, tensor
     surplus = next(tensors, None)
     if surplus is not None:

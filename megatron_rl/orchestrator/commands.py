@@ -9,6 +9,7 @@ from megatron_rl.config import Config, RunFolder
 from megatron_rl.inference.engine import ServerSettings
 from megatron_rl.inference.registry import engine_of
 from megatron_rl.processes import Command
+from megatron_rl.wire.nccl import DETERMINISTIC_NCCL
 
 OWN_STOP_SIGNAL = signal.SIGHUP
 """Of workers and ranks. The orchestrator answers the SIGTERM of a cancelled job, and needs workers and ranks to save; the
@@ -42,6 +43,8 @@ def server_process(config: Config, folder: RunFolder, slot: int, host: str, port
         extra_arguments=s.extra_arguments,
     )
     argv, env = engine_of(config).server_command(settings)
+    if config.run.deterministic and config.transport == "nccl":
+        env |= DETERMINISTIC_NCCL
     return Command(f"server-{slot}", argv, folder.logs / f"server-{slot}.log", env)
 
 

@@ -56,7 +56,7 @@ class Publisher:
             for _ in source:
                 pass
             return broadcast_object(None)
-        addresses = [ServerAddress(url, url, self._config.servers.tensor) for url in servers]
+        addresses = [ServerAddress(url, url) for url in servers]
         report = update_servers(
             self._servers_engine,
             self._sender,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,6 +42,25 @@ def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     import torch.distributed as dist
 
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def num_connections(port: int) -> int:
+    """How many clients are connected to a listening port of this machine, this process's own among them.
+
+    A store does not say who waits at it, so the kernel is asked.
+    """
+    established = "01"
+    connections: set[tuple[str, str]] = set()  # while connections come and go, the kernel may list one twice
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except FileNotFoundError:  # a machine without IPv6
+            continue
+        for line in lines:
+            _, local, remote, state, *_ = line.split()
+            if state == established and int(local.rpartition(":")[2], 16) == port:
+                connections.add((local, remote))
+    return len(connections)
 
 
 def address_towards(host: str, port: int) -> str:

@@ -35,6 +35,15 @@ class VllmControl:
         """Have the workers join the sender's group; returns when all have."""
         self._post("/init_weight_transfer_engine", {"init_info": init_info})
 
+    def leave_group(self) -> None:
+        """Have the workers destroy their communicator, if they have one; all of them have answered when it returns."""
+        self._post("/shutdown_weight_transfer_engine")
+
+    def num_workers(self, *, of_all_replicas: bool = True) -> int:
+        """How many processes hold weights: tensor times pipeline times, `of_all_replicas`, data parallelism."""
+        asked = f"/get_world_size?include_dp={str(of_all_replicas).lower()}"
+        return int(self._send("GET", asked, None, self._timeout_s)["world_size"])
+
     def start_update(self) -> None:
         """The model is no version's from here on."""
         self._post("/start_weight_update")

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import httpx
 
@@ -26,7 +26,10 @@ class VllmEngine:
 
     name = "vllm"
     keep_set_sources: frozenset[KeepSetSource] = frozenset(("native", "processed_logprobs"))
-    weight_transports: frozenset[WeightTransport] = frozenset(WEIGHT_TRANSFER_BACKENDS)
+
+    def weight_transports(self, device: Literal["cpu", "cuda"]) -> frozenset[WeightTransport]:
+        """The plugin's engine for Gloo is written for vLLM's CPU build and its worker; a GPU's workers have NCCL."""
+        return frozenset({"gloo"} if device == "cpu" else {"nccl"})
 
     def server_command(self, settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         """`megatron_rl.inference.vllm.plugin.serve` with vLLM's own arguments."""

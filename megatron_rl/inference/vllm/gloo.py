@@ -49,6 +49,7 @@ class GlooSender:
         self._timeout_s = timeout_s
         self._receive_timeout_s = receive_timeout_s
         self._groups: dict[str, WeightGroup] = {}
+        self._num_workers: dict[str, int] = {}
 
     def connect(self, servers: Sequence[VllmControl]) -> dict[str, str]:
         """Make a new group with every server: it takes 15 ms, and an old one may belong to a process that has exited."""
@@ -66,8 +67,15 @@ class GlooSender:
         return failures
 
     def _rendezvous(self, server: VllmControl) -> WeightGroup:
+        self._num_workers[server.address.name] = num_workers = server.num_workers()
+        if num_workers != server.num_workers(of_all_replicas=False):
+            raise ServerError(
+                server.address.name,
+                "/get_world_size",
+                "it has data-parallel replicas, which Gloo does not reach; start it without",
+            )
         store = serve_store(self._host, self._timeout_s)
-        world_size = 1 + server.address.num_workers
+        world_size = 1 + num_workers
         init_info = {"host": self._host, "port": store.port, "world_size": world_size, "timeout_s": self._receive_timeout_s}
         # Each side waits for the other, so both start at once; when one fails, the other runs into its timeout.
         pool = ThreadPoolExecutor(2)
@@ -126,7 +134,7 @@ class GlooSender:
     def confirm(self, server: VllmControl, version: int) -> None:
         """Ask the workers themselves: the engine sets the version only after it has checked every tensor and parameter."""
         held = [answer["version"] for answer in server.call_workers("held_version")]
-        if held != [version] * server.address.num_workers:
+        if held != [version] * self._num_workers[server.address.name]:
             raise ServerError(server.address.name, "held_version", f"the workers hold {held} after the update to {version}")
 
     def disconnect(self, server: str) -> None:

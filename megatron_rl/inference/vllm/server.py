@@ -15,6 +15,11 @@ WEIGHT_TRANSFER_BACKENDS: tuple[WeightTransport, ...] = ("gloo", "nccl")
 
 GIB = 1 << 30
 
+ONE_ADDRESS_OF_SEVERAL = (
+    "--data-parallel-rank", "-dpn", "--data-parallel-hybrid-lb", "-dph", "--data-parallel-external-lb", "-dpe"
+)  # fmt: skip
+"""vLLM's arguments with which one server is several addresses, each for a part of its data-parallel replicas."""
+
 
 def server_command(settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
     """See `InferenceEngine.server_command`. vLLM seeds its sampler with the seed, so equal seeds sample equal tokens."""
@@ -26,6 +31,12 @@ def server_command(settings: ServerSettings) -> tuple[list[str], dict[str, str]]
     if s.kv_cache_gib is None and s.gpu_memory_utilization is None:
         raise UnsupportedByEngineError(
             "neither kv_cache_gib nor gpu_memory_utilization is given; one of them must bound the server's memory"
+        )
+    if split := [word for word in s.extra_arguments if word.partition("=")[0].replace("_", "-") in ONE_ADDRESS_OF_SEVERAL]:
+        raise UnsupportedByEngineError(
+            f"servers.extra_arguments has {', '.join(split)}: then a server's address reaches a part of its replicas only, and "
+            "the others would get no weights; let vLLM balance them behind one address (--data-parallel-size alone), or raise "
+            "servers.count"
         )
     argv = [
         sys.executable, "-m", "megatron_rl.inference.vllm.plugin.serve",

@@ -51,6 +51,14 @@ REFUSED = [
         {"run": {"device": "cuda"}, "precision": W4A4, "weight_sync": {"transport": "gloo"}},
         "all others multiply them in full precision",
     ),
+    (
+        {"run": {"device": "cuda"}, "slurm": {"trainer": {"environment": {"NCCL_ALGO": "Ring"}}}},
+        "slurm.trainer.environment and slurm.rollouts.environment differ in NCCL_ALGO",
+    ),
+    (
+        {"run": {"device": "cuda"}, "slurm": {"rollouts": {"environment": {"NCCL_PROTO": "Simple"}}}},
+        "slurm.trainer.environment and slurm.rollouts.environment differ in NCCL_PROTO",
+    ),
 ]
 
 

@@ -54,10 +54,10 @@ def test_an_engine_that_nobody_has_registered_is_refused():
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({}, "rollouts.keep_set_source = 'processed_logprobs': tiny offers native; choose one of these"),
+        ({}, "rollouts.keep_set_source = 'processed_logprobs': tiny offers native with run.device = 'cpu'; choose one of these"),
         (
             {"rollouts": {"max_new_tokens": 8, "keep_set_source": "native"}, "weight_sync": {"transport": "nccl"}},
-            "weight_sync.transport = 'nccl': tiny offers gloo; choose one of these",
+            "weight_sync.transport = 'nccl': tiny offers gloo with run.device = 'cpu'; choose one of these",
         ),
     ],
 )
@@ -65,6 +65,16 @@ def test_what_an_engine_does_not_offer_is_refused(monkeypatch, sections, message
     monkeypatch.setitem(registry.ENGINES, "tiny", TinyEngine)
     with pytest.raises(UnsupportedByEngineError, match=message):
         registry.engine_of(config(servers={"engine": "tiny"}, **sections))
+
+
+@pytest.mark.parametrize(("device", "transport", "offered"), [("cuda", "gloo", "nccl"), ("cpu", "nccl", "gloo")])
+def test_vllm_has_one_transport_on_each_device(device, transport, offered):
+    """The plugin's Gloo engine knows the CPU build alone; what would happen there is not found out in the middle of a run."""
+    sections = {"run": {"name": "t", "steps": 1, "device": device}, "rollouts": {"max_new_tokens": 8}}
+    message = f"weight_sync.transport = '{transport}': vllm offers {offered} with run.device = '{device}'"
+    with pytest.raises(UnsupportedByEngineError, match=message):
+        registry.engine_of(config(**sections, weight_sync={"transport": transport}))
+    registry.engine_of(config(**sections))
 
 
 def test_the_tiny_engine_offers_all_of_the_contract():

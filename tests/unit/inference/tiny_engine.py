@@ -17,7 +17,9 @@ class TinyEngine:
 
     name = "tiny"
     keep_set_sources = frozenset(["native"])
-    weight_transports = frozenset(["gloo"])
+
+    def weight_transports(self, device):
+        return frozenset(["gloo"])
 
     def server_command(self, settings):
         argv = [sys.executable, "-m", "tests.unit.inference.tiny_server", settings.host, str(settings.port)]

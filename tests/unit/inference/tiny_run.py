@@ -64,7 +64,7 @@ class Weights:
         self.version = version
 
     def __iter__(self):
-        return iter([("a", np.full(2, self.version)), ("b", np.full(3, self.version))])
+        return iter([(name, np.full(size, self.version, dtype=np.float32)) for name, size in (("a", 2), ("b", 3))])
 
 
 class Trainer:

@@ -35,6 +35,8 @@ class FakeServer:
         self.leave_after: int | None = None
         self.load_s = 0.0
         self.reset_succeeds = True
+        self.num_replicas = 1
+        self.query = ""
         self._groups = []
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._http.daemon_threads = True
@@ -42,7 +44,7 @@ class FakeServer:
 
     @property
     def address(self) -> ServerAddress:
-        return ServerAddress(self.name, f"http://127.0.0.1:{self._http.server_port}", self.num_workers)
+        return ServerAddress(self.name, f"http://127.0.0.1:{self._http.server_port}")
 
     def close(self) -> None:
         self._http.shutdown()
@@ -50,9 +52,12 @@ class FakeServer:
 
     def _handler(fake) -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                route = urlsplit(self.path).path
+                route, fake.query = urlsplit(self.path).path, urlsplit(self.path).query
                 status, answer = fake._answer(route, json.loads(body or b"{}"))
                 fake.answered.append(route)
                 data = json.dumps(answer).encode()
@@ -75,6 +80,9 @@ class FakeServer:
             return 200, getattr(self, "_" + route.strip("/"))(body) or {}
         except (RuntimeError, ValueError, AssertionError) as error:
             return 500, {"error": {"message": str(error)}}
+
+    def _get_world_size(self, body: dict) -> dict:
+        return {"world_size": self.num_workers * (self.num_replicas if "include_dp=true" in self.query else 1)}
 
     def _pause(self, body: dict) -> None:
         self.is_paused = True

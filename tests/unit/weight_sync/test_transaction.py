@@ -16,6 +16,8 @@ from tests.unit.weight_sync.fake_server import FakeServer
 KEY = "the key"
 WHOLE_UPDATE = [
     "/pause",
+    "/get_world_size",
+    "/get_world_size",
     "/init_weight_transfer_engine",
     "/start_weight_update",
     "/update_weights",
@@ -150,6 +152,13 @@ def test_a_prefix_cache_that_stays_takes_the_server_out(fakes):
     assert report.held == ("b", "c") and "/reset_prefix_cache" in report.failed["a"]
 
 
+def test_a_server_with_replicas_is_refused_by_name(fakes):
+    """Gloo's ranks and the check of what the workers hold know one replica."""
+    fakes[1].num_replicas = 2
+    report = push(fakes, RandomSource(), 1)
+    assert report.held == ("a", "c") and "data-parallel replicas" in report.failed["b"]
+
+
 @pytest.mark.parametrize("fail_all", [False, True])
 def test_the_source_comes_to_its_end_without_a_server(fakes, fail_all):
     """The other ranks of the trainer iterate it too: a pass that ends early would leave them in a collective."""
@@ -174,12 +183,26 @@ def test_trouble_of_the_source_is_raised_and_no_server_resumes(fakes):
 
 
 class ListSource:
-    def __init__(self, announced: str, yielded: str):
+    def __init__(self, announced: str, yielded: str, last: torch.Tensor | None = None):
         self.specs = [TensorSpec(name, (2,), "float32") for name in announced]
-        self.yielded = yielded
+        self.tensors = [(name, torch.zeros(2)) for name in yielded]
+        if last is not None:
+            self.tensors[-1] = (yielded[-1], last)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter([(name, torch.zeros(2)) for name in self.yielded])
+        return iter(self.tensors)
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        (torch.zeros(2, dtype=torch.bfloat16), r"'c' as bfloat16 \[2\] where its specs announce float32 \[2\]"),
+        (torch.zeros(1, 2), r"'c' as float32 \[1, 2\] where its specs announce float32 \[2\]"),
+    ],
+)
+def test_a_tensor_of_another_dtype_or_shape_is_an_error(last, message):
+    with pytest.raises(ValueError, match=message):
+        list(checked_tensors(ListSource("abc", "abc", last)))
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,13 @@ what a server without `--weight-transfer-config '{"backend": "gloo"}'` uses: the
 vLLM checked, when such a server builds its engine.
 """
 
+from megatron_rl.inference.vllm.plugin.lifetime import follow_the_server
+
 
 def register() -> None:
-    """Make `gloo` known as a weight transfer backend."""
+    """Make `gloo` known as a weight transfer backend, and tie a rollout server's processes together."""
+    follow_the_server()
+
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if "gloo" not in WeightTransferEngineFactory._registry:  # vLLM may call this twice in a process that it forks

@@ -3,7 +3,7 @@
 What it adds to `python -m vllm.entrypoints.openai.api_server ARGS`:
 
 - **No process is left over.** When the process that started it exits, the server ends; when the server exits, however that
-  happens, so does its engine process.
+  happens, so does its engine process (`lifetime.py`).
 - **A quick start on a CPU.** vLLM spawns its engine process and that one its worker, and each imports everything again (8 s a
   time). Here the engine process is forked, and with one worker the worker runs inside it: 10 s instead of 30.
 - **CPU affinity** from MEGATRON_RL_SERVER_CPUS (such as `0,1`). A worker inside the engine process is not bound by
@@ -15,19 +15,17 @@ import os
 import runpy
 import signal
 import sys
-import threading
-import time
 from typing import Any
 
+from megatron_rl.inference.vllm.plugin.lifetime import lead_the_server
+
 CPUS_VARIABLE = "MEGATRON_RL_SERVER_CPUS"
-PARENT_POLL_S = 0.5
-SHUTDOWN_GRACE_S = 5.0
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def main() -> None:
     """Prepare this process, then run vLLM's API server in it."""
-    _end_with_parent()
+    lead_the_server()
     if cpus := os.environ.get(CPUS_VARIABLE):
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
 
@@ -37,24 +35,6 @@ def main() -> None:
         _fork_the_engine()
     sys.argv[0] = "api_server"
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=False)
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent exits, by SIGTERM first.
-
-    The kernel's own signal for this (PR_SET_PDEATHSIG) is sent when the parent's *thread* ends that started the process, which
-    would kill the servers of a program that starts them from a short-lived thread. So the parent is polled.
-    """
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_POLL_S)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(SHUTDOWN_GRACE_S)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 def _fork_the_engine() -> None:

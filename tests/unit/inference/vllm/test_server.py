@@ -88,6 +88,14 @@ def test_bad_settings_are_refused(changes, message):
         server_command(ServerSettings("m", "127.0.0.1", 1, **CPU | changes))
 
 
+@pytest.mark.parametrize("word", ["--data-parallel-external-lb", "-dpn", "--data-parallel-rank=1", "--data_parallel_hybrid_lb"])
+def test_a_server_of_several_addresses_is_refused(word):
+    """The weight group would count replicas that its address does not reach, and wait for them without end."""
+    with pytest.raises(ValueError, match=f"servers.extra_arguments has {word}"):
+        server_command(ServerSettings("m", "127.0.0.1", 1, **CPU, extra_arguments=["--data-parallel-size", "2", word]))
+    server_command(ServerSettings("m", "127.0.0.1", 1, **CPU, extra_arguments=["--data-parallel-size", "2"]))
+
+
 def test_the_key_is_in_the_environment_and_not_on_the_command_line():
     argv, env = server_command(ServerSettings("m", "127.0.0.1", 1, **CPU))
     assert env["MEGATRON_RL_KEY"] == "secret-key" and not any("secret-key" in word for word in argv)
