@@ -19,6 +19,7 @@ from megatron_rl.attribution.scoring import JOB, OUTCOME, SCORES, Scoring, Scori
 from megatron_rl.config import Config, RunFolder, to_toml
 from megatron_rl.metrics import read_rows
 from megatron_rl.orchestrator.commands import rank_processes
+from megatron_rl.orchestrator.devices import devices_for, ranks_plan
 from megatron_rl.processes import Child, ProcessError, stop_all
 from megatron_rl.records import read_scores
 from megatron_rl.report.rollouts import open_tokenizer, text_of
@@ -125,7 +126,8 @@ def _run_ranks(
     argv = [sys.executable, "-m", "megatron_rl.attribution.ranks", str(request.run.path), str(folder)]
     children: list[Child] = []
     try:
-        commands = rank_processes("attribution", argv, config, scratch.logs, {"HF_HUB_OFFLINE": "1"})
+        plan = ranks_plan(config, "attribution", devices_for(config))
+        commands = rank_processes("attribution", argv, config, scratch.logs, plan, {"HF_HUB_OFFLINE": "1"})
         children.extend(Child(command) for command in commands)  # one by one: where one cannot start, those before it are stopped
         while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
             time.sleep(0.1)

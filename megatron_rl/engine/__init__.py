@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from megatron_rl.engine.groups import ParallelGroups
 
 
-def start_process(config: "Config", rank: int, *, store: "dist.Store", local_rank: int = 0) -> "ParallelGroups":
+def start_process(config: "Config", rank: int, *, store: "dist.Store") -> "ParallelGroups":
     """See groups.start_process."""
     from megatron_rl.engine import groups
 
-    return groups.start_process(config, rank, store=store, local_rank=local_rank)
+    return groups.start_process(config, rank, store=store)
 
 
 def build_engine(

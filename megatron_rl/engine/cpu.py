@@ -1,14 +1,16 @@
-"""The stand-in for CUDA on a machine without one, so that Megatron-Core's own code runs on the CPU over Gloo.
+"""The stand-in for CUDA in a process that computes on the CPU, so that Megatron-Core's own code runs on the CPU over Gloo.
 
 Megatron-Core writes `device="cuda"` and `torch.cuda.current_device()` in its source, asks `tensor.type()` for
-"torch.cuda.FloatTensor", and synchronises streams. `install()` gives each of these a meaning on the CPU, once in a process and
-only where there is no CUDA device. Everything that is replaced, and why, is in this file.
+"torch.cuda.FloatTensor", and synchronises streams. `install()` gives each of these a meaning on the CPU, once in a process.
+Where the machine has GPUs, or the packages for them, both are hidden first. Everything that is replaced, and why, is in this file.
 """
 
 import contextlib
 import functools
 import importlib.metadata
+import os
 import queue
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +39,28 @@ _FACTORIES = (
     "zeros_like",
 )
 """Functions of torch that Megatron calls with a literal device="cuda"."""
+
+_GPU_PACKAGES = (
+    "transformer_engine",
+    "transformer_engine_torch",
+    "apex",
+    "amp_C",
+    "fused_weight_gradient_mlp_cuda",
+    "flash_attn",
+    "flash_attn_3",
+    "flashattn_hopper",
+    "flashinfer",
+    "flash_mla",
+    "grouped_gemm",
+    "deep_ep",
+    "mamba_ssm",
+    "causal_conv1d",
+    "fla",
+    "nvidia_resiliency_ext",
+    "nvidia_kitchen",
+    "torch_memory_saver",
+)
+"""What Megatron-Core 0.16 and 0.19 import where they can, and whose kernels need a GPU."""
 
 
 class UnsupportedMegatronError(UserError, RuntimeError):
@@ -77,19 +101,19 @@ class NullStream:
         return NullEvent()
 
 
+@functools.cache
 def install() -> None:
-    """Put the stand-in in place; nothing happens on a machine with CUDA, or the second time.
+    """Choose the CPU for this process and put the stand-in in place; nothing happens the second time.
+
+    To call before CUDA is initialised and before Megatron-Core is imported.
 
     Raises:
         UnsupportedMegatronError: For a Megatron-Core that it was not checked with.
+        RuntimeError: CUDA is initialised, or Megatron-Core has already been imported with Transformer Engine.
     """
-    if not torch.cuda.is_available():
-        _install_once()
-
-
-@functools.cache
-def _install_once() -> None:
     _check_version()
+    _hide_gpus()
+    _hide_gpu_packages()
     _stand_in_for_torch_cuda()
     _redirect_tensors()
     _run_uncompiled()
@@ -101,6 +125,23 @@ def _check_version() -> None:
     if not found.startswith(_CHECKED_VERSIONS):
         checked = " or ".join(version + "x" for version in _CHECKED_VERSIONS)
         raise UnsupportedMegatronError(f"megatron-core {found} was not checked on a CPU; install {checked}, or use a GPU")
+
+
+def _hide_gpus() -> None:
+    if torch.cuda.is_initialized():
+        raise RuntimeError("this process has used a GPU already, and cannot compute on the CPU alone")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when CUDA is initialised, which nothing does from here on
+
+
+def _hide_gpu_packages() -> None:
+    """Make the packages unimportable that Megatron-Core takes, where it can import them, without asking for a GPU.
+
+    None in sys.modules has `import` raise ModuleNotFoundError and find_spec return None, as if the package were not installed.
+    """
+    if sys.modules.get("transformer_engine") is not None and "megatron.core" in sys.modules:
+        raise RuntimeError("Megatron-Core has been imported with Transformer Engine, and cannot compute on the CPU")
+    for name in _GPU_PACKAGES:
+        sys.modules[name] = None  # type: ignore[assignment]
 
 
 def _stand_in_for_torch_cuda() -> None:

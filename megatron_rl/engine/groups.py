@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,6 +17,10 @@ from megatron_rl.engine import cpu
 from megatron_rl.errors import UserError
 from megatron_rl.topology import Layout, RankCoords
 from megatron_rl.wire.nccl import DETERMINISTIC_NCCL
+
+
+class NoDeviceError(UserError, RuntimeError):
+    """The run computes on GPUs, and this process has none."""
 
 
 class DeterminismError(UserError, ValueError):
@@ -49,21 +54,21 @@ class ParallelGroups:
         return self.coords.pp == self.layout.pp - 1
 
 
-def start_process(config: Config, rank: int, *, store: dist.Store, local_rank: int = 0) -> ParallelGroups:
+def start_process(config: Config, rank: int, *, store: dist.Store) -> ParallelGroups:
     """Do everything that has to happen once in a trainer process before a model can be built; a collective.
 
     Args:
         config: The run's configuration.
         rank: This process's global rank.
         store: Where the ranks find one another.
-        local_rank: Number of the rank's GPU on its node.
 
     Raises:
         DeterminismError: The environment contradicts `run.deterministic`.
+        NoDeviceError: `run.device` is a GPU, and this process sees none.
     """
     torch.set_num_threads(config.trainer.threads_per_rank)
     set_determinism(config.run.deterministic)
-    device = choose_device(local_rank)
+    device = choose_device(config.device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -75,12 +80,24 @@ def start_process(config: Config, rank: int, *, store: dist.Store, local_rank: i
     return build_groups(config.parallel_layout, device, config.trainer.collective_timeout_s, config.run.seed)
 
 
-def choose_device(local_rank: int = 0) -> torch.device:
-    """The rank's GPU, or the CPU with the stand-in for CUDA in place."""
-    if not torch.cuda.is_available():
+def choose_device(kind: Literal["cpu", "cuda"]) -> torch.device:
+    """The one GPU that this process sees, or the CPU with the stand-in for CUDA in place, whatever the machine has.
+
+    Args:
+        kind: `Config.device`, which alone decides.
+
+    Raises:
+        NoDeviceError: "cuda", and this process sees no GPU that torch can use.
+    """
+    if kind == "cpu":
         cpu.install()
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
+    if not torch.cuda.is_available():
+        raise NoDeviceError(
+            f"run.device is cuda, but torch {torch.__version__} (built for CUDA {torch.version.cuda}) finds no GPU with "
+            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}; `megatron-rl doctor` shows what is missing"
+        )
+    device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     return device
 
@@ -172,7 +189,7 @@ def build_groups(layout: Layout, device: torch.device, timeout_s: float, seed: i
 
 @contextmanager
 def parallel_layout(layout: Layout, *, timeout_s: float = 600.0, seed: int = 0) -> Iterator[ParallelGroups]:
-    """The groups of one layout within a block, so that a process can use several, one after the other; a collective.
+    """The groups of one layout on the CPU within a block, so that a process can use several, one after the other; a collective.
 
     Args:
         layout: For as many ranks as torch.distributed has.
@@ -181,7 +198,7 @@ def parallel_layout(layout: Layout, *, timeout_s: float = 600.0, seed: int = 0) 
     """
     from megatron.core import parallel_state as ps
 
-    groups = build_groups(layout, choose_device(), timeout_s, seed)
+    groups = build_groups(layout, choose_device("cpu"), timeout_s, seed)
     try:
         yield groups
         dist.barrier()  # a group is closed when all are done with it

@@ -4,15 +4,12 @@ Importing this module hides the GPUs from the entire process: only ranks, and th
 may start a thread, since a fork does not take it along.
 """
 
-import os
-
 
 def import_for_ranks() -> None:
     """The order matters: torch must see no GPU, and Megatron-Core must see the stand-in for CUDA."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from megatron_rl.engine.groups import choose_device
 
-    choose_device()
+    choose_device("cpu")
     import megatron.core  # noqa: F401
     import transformers  # noqa: F401
 

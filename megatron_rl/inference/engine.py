@@ -124,6 +124,14 @@ class InferenceEngine(Protocol):
         """
         ...
 
+    def devices_per_server(self, tensor_parallel_size: int, extra_arguments: Sequence[str]) -> int:
+        """GPUs that one server uses, where the user's `extra_arguments` may spread it further than tensor parallelism does. Pure.
+
+        Raises:
+            UnsupportedByEngineError: The arguments cannot be read.
+        """
+        ...
+
     def cluster_environment(self, address: str) -> Mapping[str, str]:
         """Variables of a server on a machine of several, whose own address in the run is `address`."""
         ...

@@ -75,7 +75,11 @@ def launch(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the latest checkpoint in the run's folder.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the batch script as sbatch would get it; submit nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the batch script as sbatch would get it, and on stderr the GPUs of each process; submit nothing.",
+        ),
     ] = False,
 ) -> None:
     """Submit a run to Slurm, as one heterogeneous job: trainer nodes, with the orchestrator on the first, and rollout nodes.
@@ -84,7 +88,7 @@ def launch(
     time limit, and when it is preempted, the job saves and requeues itself; `megatron-rl status`, `logs` and `stop` work from
     the login node.
     """
-    from megatron_rl.launch.submit import submissions, submit, warning_about
+    from megatron_rl.launch.submit import planned_devices, submissions, submit, warning_about
 
     with reporting_errors():
         for job in submissions(config, context.args, sweep or [], profile, resume):
@@ -93,6 +97,8 @@ def launch(
             for change in job.changes:
                 typer.echo(f"changed: {change}", err=True)
             if dry_run:
+                for line in planned_devices(job.config).lines():
+                    typer.echo(line, err=True)
                 typer.echo(job.script, nl=False)
             else:
                 typer.echo(f"{job.folder.path}: job {submit(job)}")

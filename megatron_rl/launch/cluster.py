@@ -4,15 +4,24 @@ The batch script starts an agent on each, which starts and ends processes.
 """
 
 import dataclasses
+import functools
 import socket
 from collections.abc import Callable, Mapping
 
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.inference.registry import engine_of
 from megatron_rl.launch.machines import GRACE_S
-from megatron_rl.orchestrator import ServerProcess, fleet_of, server_process, trainer_processes, worker_process
+from megatron_rl.orchestrator import (
+    ServerDevices,
+    ServerProcess,
+    cluster_plan,
+    fleet_of,
+    server_process,
+    trainer_processes,
+    worker_process,
+)
 from megatron_rl.orchestrator.fleet import Fleet
-from megatron_rl.processes import Command, Nodes, Process, ProcessError, RemoteProcess, address_of_interface, address_of_this_host
+from megatron_rl.processes import Command, DevicePlan, Nodes, Process, RemoteProcess, address_of_interface, address_of_this_host
 from megatron_rl.records import write_atomically
 from megatron_rl.wire.access import key_from_environment
 from megatron_rl.wire.control import encode
@@ -37,7 +46,8 @@ class ClusterMachines:
         self.address = address_of_interface(slurm.interface) if slurm.interface else address_of_this_host()
         self.key = key_from_environment()
         self._ranks: list[RemoteProcess] = []
-        self._nodes = Nodes({"trainer": slurm.trainer.nodes, "rollouts": slurm.rollouts.nodes})
+        self._num_nodes = {"trainer": slurm.trainer.nodes, "rollouts": slurm.rollouts.nodes}
+        self._nodes = Nodes(self._num_nodes)
 
     @property
     def handlers(self) -> Mapping[str, tuple[type, Callable]]:
@@ -60,13 +70,16 @@ class ClusterMachines:
     def start_workers(self, environment: Mapping[str, str]) -> list[Process]:
         """Start one worker on each rollout node."""
         environment = {**environment, **self._of_role("rollouts")}
-        commands = [worker_process(self._folder, environment, number) for number in range(self._config.slurm.rollouts.nodes)]
+        commands = [
+            worker_process(self._folder, self._plan, environment, number) for number in range(self._config.slurm.rollouts.nodes)
+        ]
         return [self._nodes.start(self._nodes.node("rollouts", number), command) for number, command in enumerate(commands)]
 
     def start_trainer(self, environment: Mapping[str, str], resume: bool) -> list[Process]:
         """Start layout.world_size ranks, the same number on each trainer node."""
         per_node = ranks_per_node(self._config)
-        commands = trainer_processes(self._config, self._folder, {**environment, **self._of_role("trainer")}, resume, per_node)
+        environment = {**environment, **self._of_role("trainer")}
+        commands = trainer_processes(self._config, self._folder, self._plan, environment, resume)
         nodes = [self._nodes.node("trainer", rank // per_node) for rank in range(len(commands))]
         self._ranks = [self._nodes.start(node, command) for node, command in zip(nodes, commands, strict=True)]
         return list(self._ranks)
@@ -80,23 +93,30 @@ class ClusterMachines:
         await self._nodes.end(GRACE_S)
 
     async def _start_server(self, slot: int, restarts: int) -> ServerProcess:
-        """Start a server on the node of its slot, with its share of the node's GPUs."""
-        num_nodes, tensor = self._config.slurm.rollouts.nodes, self._config.servers.tensor
-        node = self._nodes.node("rollouts", slot % num_nodes)
+        """Start a server on the node of its slot, with the GPUs that the plan gives it."""
+        node = self._nodes.node("rollouts", slot % self._config.slurm.rollouts.nodes)
+        plan = self._server_devices.plan_with(slot)
         port = node.take_port()
-        command = server_process(self._config, self._folder, slot, node.address, port, restarts, self.key)
-        first_device = slot // num_nodes * tensor
-        own = node.devices[first_device : first_device + tensor]
-        if node.devices and len(own) < tensor:
-            raise ProcessError(f"{node.host} has {len(node.devices)} GPUs, and none left for server {slot}")
-        devices = {"CUDA_VISIBLE_DEVICES": ",".join(own)} if node.devices else {}
+        command = server_process(self._config, self._folder, plan, slot, node.address, port, restarts, self.key)
         environment = {
             **command.env,
-            **devices,
             **engine_of(self._config).cluster_environment(node.address),
             **self._of_role("rollouts"),
+            **plan.environment(command.name),  # last: no variable of the user's may let two processes share a GPU
         }
         return ServerProcess(self._nodes.start(node, _with_environment(command, environment)), f"http://{node.address}:{port}")
+
+    @functools.cached_property
+    def _plan(self) -> DevicePlan:
+        """Of the GPUs that the nodes' agents have reported; all nodes have to be there when it is first asked for."""
+        devices = {
+            role: [self._nodes.node(role, index).devices for index in range(count)] for role, count in self._num_nodes.items()
+        }
+        return cluster_plan(self._config, devices["trainer"], devices["rollouts"])
+
+    @functools.cached_property
+    def _server_devices(self) -> ServerDevices:
+        return ServerDevices(self._config, self._plan, self._num_nodes["trainer"], self._num_nodes["rollouts"])
 
     def _of_role(self, role: str) -> dict[str, str]:
         """The network interface for NCCL and Gloo, and what the configuration adds."""

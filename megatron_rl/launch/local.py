@@ -13,12 +13,13 @@ from pathlib import Path
 from megatron_rl.batching import Spool
 from megatron_rl.config import Config, ConfigError, RunFolder, changes_on_resume, check_startable, run_folder, to_toml
 from megatron_rl.inference.registry import engine_of
+from megatron_rl.launch.builds import check_builds, installed_builds, unfit_builds
 from megatron_rl.launch.error_report import USER_ERROR
 from megatron_rl.launch.machines import ThisMachine
 from megatron_rl.launch.run import run
 from megatron_rl.metrics import check_sinks
-from megatron_rl.orchestrator import server_process, trainer_processes, worker_process
-from megatron_rl.processes import ProcessError, check_host, check_port, kill_with_parent
+from megatron_rl.orchestrator import devices_for, gpus_of_run, local_plan, server_process, trainer_processes, worker_process
+from megatron_rl.processes import DevicePlan, GpuQueryError, ProcessError, check_host, check_port, kill_with_parent
 from megatron_rl.tasks import load_task
 
 
@@ -35,12 +36,14 @@ def run_locally(config: Config, folder: RunFolder, resume: bool) -> None:
         RunError: The run failed.
     """
     check_before_start(config)
+    check_builds(config, installed_builds())
+    plan = local_plan(config, devices_for(config))
     check_startable(folder, resume)
     with folder.claimed():
         check_startable(folder, resume)  # once more: another process may just have started it
         changes = changes_on_resume(folder, config) if resume else []
         prepare_folder(config, folder)
-        machines = ThisMachine(config, folder)
+        machines = ThisMachine(config, folder, plan)
         asyncio.run(run(config, folder, machines, resume=resume, stop_signals=stop_signals(), changes=changes))
 
 
@@ -128,6 +131,26 @@ def _config_file(config: Config) -> Iterator[Path]:
         yield file
 
 
+def dry_run_devices(config: Config) -> tuple[DevicePlan, list[str]]:
+    """Which GPUs each process would get, and what keeps this machine from running the configuration, one line each.
+
+    Where this machine has no GPU, as many as the run needs are presumed.
+
+    Raises:
+        DevicePlanError: This machine has GPUs, but too few.
+    """
+    notes = [f"this machine cannot start the run: {wrong}" for wrong in unfit_builds(config, installed_builds())]
+    try:
+        devices, reason = devices_for(config), "it has no GPU"
+    except GpuQueryError as error:
+        devices, reason = (), str(error)
+    if devices or config.device == "cpu":
+        return local_plan(config, devices), notes
+    needed = gpus_of_run(config)
+    notes.append(f"this machine cannot start the run: {reason}; below, a machine with {needed} GPUs is presumed")
+    return local_plan(config, [str(index) for index in range(needed)], "a machine that is presumed"), notes
+
+
 def dry_run_text(config: Config) -> str:
     """Resolved configuration, model, layout and processes of a run, as --dry-run prints them.
 
@@ -149,13 +172,13 @@ def dry_run_text(config: Config) -> str:
             f"rank {rank}: tp {c.tp}, cp {c.cp}, dp {c.dp}, pp {c.pp}, ep {c.ep}, layers {layers[0]}..{layers[-1]}"
             + (f", experts {experts.start}..{experts.stop - 1}" if experts else "")
         )
-    lines += ["", "# processes"]
+    plan, notes = dry_run_devices(config)
+    lines += ["", "# devices", *notes, *plan.lines(), "", "# processes"]
     environment = {"MEGATRON_RL_ORCHESTRATOR": "http://127.0.0.1:PORT", "MEGATRON_RL_KEY": "(generated at start)"}
     host, port = config.servers.host, config.servers.first_port
-    commands = [
-        server_process(config, folder, slot, host, port + slot, 0, "(generated at start)") for slot in range(config.servers.count)
-    ]
-    commands += [worker_process(folder, environment), *trainer_processes(config, folder, environment, False)]
+    key = "(generated at start)"
+    commands = [server_process(config, folder, plan, slot, host, port + slot, 0, key) for slot in range(config.servers.count)]
+    commands += [worker_process(folder, plan, environment), *trainer_processes(config, folder, plan, environment, False)]
     for command in commands:
         lines.append(f"{command.name}: {' '.join(f'{k}={v}' for k, v in command.env.items())} {' '.join(command.argv)}")
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from typing import Protocol
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.orchestrator import local_fleet, trainer_processes, worker_process
 from megatron_rl.orchestrator.fleet import Fleet
-from megatron_rl.processes import Child, Command, Process, stop_all
+from megatron_rl.processes import Child, Command, DevicePlan, Process, stop_all
 
 GRACE_S = 10.0
 """How long trainer and workers have to exit by themselves at the end."""
@@ -50,13 +50,19 @@ class Machines(Protocol):
 
 
 class ThisMachine:
-    """All processes are children of this one."""
+    """All processes are children of this one.
+
+    Args:
+        config: Of the run.
+        folder: Of the run.
+        plan: Which GPUs each process sees.
+    """
 
     address = "127.0.0.1"
     handlers: Mapping[str, tuple[type, Callable]] = {}
 
-    def __init__(self, config: Config, folder: RunFolder) -> None:
-        self._config, self._folder = config, folder
+    def __init__(self, config: Config, folder: RunFolder, plan: DevicePlan) -> None:
+        self._config, self._folder, self._plan = config, folder, plan
         self.key = secrets.token_hex(16)
         self._workers: list[Child] = []
         self._ranks: list[Child] = []
@@ -67,15 +73,15 @@ class ThisMachine:
 
     def fleet(self) -> Fleet:
         """Servers on this machine."""
-        return local_fleet(self._config, self._folder, self.key)
+        return local_fleet(self._config, self._folder, self._plan, self.key)
 
     def start_workers(self, environment: Mapping[str, str]) -> list[Process]:
         """Start one worker."""
-        return self._start(self._workers, [worker_process(self._folder, environment)])
+        return self._start(self._workers, [worker_process(self._folder, self._plan, environment)])
 
     def start_trainer(self, environment: Mapping[str, str], resume: bool) -> list[Process]:
         """Start all ranks."""
-        return self._start(self._ranks, trainer_processes(self._config, self._folder, environment, resume))
+        return self._start(self._ranks, trainer_processes(self._config, self._folder, self._plan, environment, resume))
 
     async def stop_trainer(self) -> None:
         """End all ranks that still run."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_rl.config import Config, RunFolder, load_config, to_toml
 from megatron_rl.launch.local import prepare_model
-from megatron_rl.orchestrator import replay_processes
+from megatron_rl.orchestrator import devices_for, ranks_plan, replay_processes
 from megatron_rl.processes import Child, ProcessError, stop_all
 from megatron_rl.trainer.comparison import StepComparison
 from megatron_rl.trainer.recorded_run import num_steps_from
@@ -61,7 +61,8 @@ def _comparisons(config: Config, run: RunFolder, scratch: RunFolder, first: int,
     """Yield one for each step, as they arrive. Stops all ranks however it ends."""
     children: list[Child] = []
     try:
-        for command in replay_processes(config, run, scratch, first, count):
+        plan = ranks_plan(config, "replay", devices_for(config))
+        for command in replay_processes(config, run, scratch, plan, first, count):
             children.append(Child(command))  # noqa: PERF401 - one by one, so that those that were started are stopped
         lines = 0
         while True:

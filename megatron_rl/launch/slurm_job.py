@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_rl.batching import Spool
 from megatron_rl.config import ConfigError, RunFolder
 from megatron_rl.errors import RunError, UserError
+from megatron_rl.launch.builds import check_builds, installed_builds
 from megatron_rl.launch.cluster import ClusterMachines
 from megatron_rl.launch.local import prepare_model
 from megatron_rl.launch.run import run
@@ -34,6 +35,7 @@ def run_attempt(folder: RunFolder) -> int:
         RunError: The next attempt may succeed.
     """
     config = folder.config()
+    check_builds(config, installed_builds())
     with folder.claimed():
         count_attempt(folder, config.slurm.max_attempts_without_checkpoint)
         prepare_model(folder.config_file, folder)

@@ -25,10 +25,11 @@ from megatron_rl.config import (
     read_tree,
     run_folder,
 )
-from megatron_rl.launch.cluster import ranks_per_node
 from megatron_rl.launch.local import checked_model
 from megatron_rl.launch.slurm import Job, call_slurm, job_of, job_state
 from megatron_rl.launch.slurm_job import REQUEUE
+from megatron_rl.orchestrator import cluster_plan
+from megatron_rl.processes import DevicePlan, DevicePlanError
 from megatron_rl.records import write_atomically
 from megatron_rl.wire.control import encode
 
@@ -141,8 +142,28 @@ def check_job(config: Config) -> None:
         ConfigError: Lists what does not fit.
     """
     broken = [message for message in (_ranks_fit(config), *_servers_fit(config), _devices_agree(config)) if message]
+    if not broken:
+        try:
+            planned_devices(config)
+        except DevicePlanError as error:
+            broken = str(error).splitlines()
     if broken:
         raise ConfigError("the job is impossible:\n" + "\n".join(f"  {message}" for message in broken))
+
+
+def planned_devices(config: Config) -> DevicePlan:
+    """Which GPUs each process gets, on nodes with as many GPUs as [slurm] says, numbered from 0.
+
+    The job makes the same plan of the GPUs that Slurm gives it.
+
+    Raises:
+        DevicePlanError: A node has too few GPUs.
+    """
+    per_node = {
+        role: [tuple(map(str, range(nodes.gpus_per_node)))] * nodes.nodes
+        for role, nodes in (("trainer", config.slurm.trainer), ("rollouts", config.slurm.rollouts))
+    }
+    return cluster_plan(config, per_node["trainer"], per_node["rollouts"])
 
 
 def batch_script(config: Config, folder: RunFolder) -> str:
@@ -223,11 +244,6 @@ def _ranks_fit(config: Config) -> str | None:
     ranks, t = config.layout.world_size, config.slurm.trainer
     if ranks % t.nodes:
         return f"layout.world_size = {ranks} is not a multiple of slurm.trainer.nodes = {t.nodes}: every node has as many ranks"
-    if t.gpus_per_node and ranks_per_node(config) > t.gpus_per_node:
-        most = t.nodes * t.gpus_per_node
-        return (
-            f"layout.world_size = {ranks} is above slurm.trainer.nodes x gpus_per_node = {t.nodes} x {t.gpus_per_node} = {most}"
-        )
     return None
 
 
@@ -237,9 +253,6 @@ def _servers_fit(config: Config) -> Iterator[str]:
         yield f"servers.count = {s.count} is below slurm.rollouts.nodes = {r.nodes}: some nodes would be idle"
     if r.gpus_per_node and s.tensor > r.gpus_per_node:
         yield f"servers.tensor = {s.tensor} is above slurm.rollouts.gpus_per_node = {r.gpus_per_node}: a server is on one node"
-    elif r.gpus_per_node and -(-s.count // r.nodes) * s.tensor > r.gpus_per_node:
-        most = r.nodes * (r.gpus_per_node // s.tensor)
-        yield f"servers.count = {s.count}, servers.tensor = {s.tensor}: {r.nodes} nodes of {r.gpus_per_node} GPUs hold {most}"
     if s.first_port:
         yield f"servers.first_port = {s.first_port}: on a cluster, servers take free ports; leave it 0"
 

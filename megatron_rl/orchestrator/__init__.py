@@ -3,6 +3,15 @@
 from megatron_rl.orchestrator.checkpoints import restore
 from megatron_rl.orchestrator.commands import replay_processes, server_process, trainer_processes, worker_process
 from megatron_rl.orchestrator.context import RunFailedError
+from megatron_rl.orchestrator.devices import (
+    ServerDevices,
+    cluster_plan,
+    devices_for,
+    gpus_of_run,
+    local_plan,
+    ranks_plan,
+    server_demand,
+)
 from megatron_rl.orchestrator.http import control_app, listen, serving
 from megatron_rl.orchestrator.observer import Observer
 from megatron_rl.orchestrator.orchestrator import Orchestrator
@@ -15,15 +24,22 @@ __all__ = [
     "Orchestrator",
     "RunFailedError",
     "RunState",
+    "ServerDevices",
     "ServerProcess",
     "ServersRequest",
     "ask",
+    "cluster_plan",
     "control_app",
+    "devices_for",
     "fleet_of",
+    "gpus_of_run",
     "listen",
     "local_fleet",
+    "local_plan",
+    "ranks_plan",
     "replay_processes",
     "restore",
+    "server_demand",
     "server_process",
     "serving",
     "trainer_processes",

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.inference.engine import ServerSettings
 from megatron_rl.inference.registry import engine_of
-from megatron_rl.processes import Command
+from megatron_rl.processes import Command, DevicePlan
 from megatron_rl.wire.nccl import DETERMINISTIC_NCCL
 
 OWN_STOP_SIGNAL = signal.SIGHUP
@@ -17,8 +17,10 @@ inference servers, which it does not need for that, answer it themselves. SIGHUP
 scancel does not send it."""
 
 
-def server_process(config: Config, folder: RunFolder, slot: int, host: str, port: int, restarts: int, key: str) -> Command:
-    """One inference server, which listens on host:port.
+def server_process(
+    config: Config, folder: RunFolder, plan: DevicePlan, slot: int, host: str, port: int, restarts: int, key: str
+) -> Command:
+    """One inference server, which listens on host:port and sees its own GPUs alone.
 
     `restarts` enters the seed: a restarted server does not sample the same tokens again.
     """
@@ -45,22 +47,23 @@ def server_process(config: Config, folder: RunFolder, slot: int, host: str, port
     argv, env = engine_of(config).server_command(settings)
     if config.run.deterministic and config.transport == "nccl":
         env |= DETERMINISTIC_NCCL
-    return Command(f"server-{slot}", argv, folder.logs / f"server-{slot}.log", env)
+    name = f"server-{slot}"
+    return Command(name, argv, folder.logs / f"{name}.log", {**env, **plan.environment(name)})
 
 
-def worker_process(folder: RunFolder, environment: Mapping[str, str], number: int = 0) -> Command:
-    """One rollout worker."""
+def worker_process(folder: RunFolder, plan: DevicePlan, environment: Mapping[str, str], number: int = 0) -> Command:
+    """One rollout worker, which sees no GPU."""
     name, orchestrator = f"worker-{number}", environment["MEGATRON_RL_ORCHESTRATOR"]
     argv = [sys.executable, "-m", "megatron_rl.rollouts.worker", str(folder.path), "--orchestrator", orchestrator, "--name", name]
-    return Command(name, argv, folder.logs / f"{name}.log", environment, OWN_STOP_SIGNAL)
+    return Command(name, argv, folder.logs / f"{name}.log", {**environment, **plan.environment(name)}, OWN_STOP_SIGNAL)
 
 
 def trainer_processes(
-    config: Config, folder: RunFolder, environment: Mapping[str, str], resume: bool, ranks_per_node: int | None = None
+    config: Config, folder: RunFolder, plan: DevicePlan, environment: Mapping[str, str], resume: bool
 ) -> list[Command]:
-    """ranks_per_node: how many ranks share a machine; None: all."""
+    """All ranks of the trainer."""
     argv = [sys.executable, "-m", "megatron_rl.trainer", str(folder.path), *(["--resume"] if resume else [])]
-    return rank_processes("trainer", argv, config, folder.logs, {**gpu_variables(config), **environment}, ranks_per_node)
+    return rank_processes("trainer", argv, config, folder.logs, plan, {**gpu_variables(config), **environment})
 
 
 def gpu_variables(config: Config) -> dict[str, str]:
@@ -80,25 +83,29 @@ def gpu_variables(config: Config) -> dict[str, str]:
     return variables
 
 
-def replay_processes(config: Config, folder: RunFolder, scratch: RunFolder, first: int, steps: int) -> list[Command]:
+def replay_processes(
+    config: Config, folder: RunFolder, scratch: RunFolder, plan: DevicePlan, first: int, steps: int
+) -> list[Command]:
     """The ranks of a replay: `folder` is the run's, `scratch` holds the configuration of the replay and takes what it writes."""
     argv = [sys.executable, "-m", "megatron_rl.trainer.rerun", str(folder.path), str(scratch.path), str(first), str(steps)]
-    return rank_processes("replay", argv, config, scratch.logs, {**gpu_variables(config), "HF_HUB_OFFLINE": "1"})
+    return rank_processes("replay", argv, config, scratch.logs, plan, {**gpu_variables(config), "HF_HUB_OFFLINE": "1"})
 
 
 def rank_processes(
-    name: str, argv: Sequence[str], config: Config, logs: Path, environment: Mapping[str, str], ranks_per_node: int | None = None
+    name: str, argv: Sequence[str], config: Config, logs: Path, plan: DevicePlan, environment: Mapping[str, str]
 ) -> list[Command]:
-    """One process a rank. Where the ranks meet they ask the orchestrator; those of a replay meet in its folder."""
+    """One process a rank, NAME-RANK, with the GPU that the plan gives it as its only one.
+
+    Where the ranks meet they ask the orchestrator; those of a replay meet in its folder.
+    """
     world = config.layout.world_size
     shared = {"OMP_NUM_THREADS": str(config.trainer.threads_per_rank), **environment}
-    local = [rank % (ranks_per_node or world) for rank in range(world)]
     return [
         Command(
             f"{name}-{rank}",
             argv,
             logs / f"{name}-{rank}.log",
-            {**shared, "RANK": str(rank), "LOCAL_RANK": str(local[rank])},
+            {**shared, "RANK": str(rank), **plan.environment(f"{name}-{rank}")},
             OWN_STOP_SIGNAL,
         )
         for rank in range(world)

@@ -9,8 +9,9 @@ import httpx
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.inference.registry import engine_of
 from megatron_rl.orchestrator.commands import server_process
+from megatron_rl.orchestrator.devices import ServerDevices
 from megatron_rl.orchestrator.fleet import Fleet, FleetLimits
-from megatron_rl.processes import Child, Process, check_port, free_ports
+from megatron_rl.processes import Child, DevicePlan, Process, check_port, free_ports
 
 GRACE_S = 5.0
 
@@ -56,14 +57,16 @@ def fleet_of(config: Config, start: Callable[[int, int], Awaitable[ServerProcess
     return Fleet(config.servers.count, start_next, check, limits)
 
 
-def local_fleet(config: Config, folder: RunFolder, key: str) -> Fleet:
-    """Servers on this machine, each again on the same port when one was asked for."""
+def local_fleet(config: Config, folder: RunFolder, plan: DevicePlan, key: str) -> Fleet:
+    """Servers on this machine, each again on its GPUs, and on the same port when one was asked for."""
+    devices = ServerDevices(config, plan)
     host, first = config.servers.host, config.servers.first_port
 
     async def start(slot: int, restarts: int) -> ServerProcess:
         if first:
             check_port(host, first + slot, f"servers.first_port, server {slot}")
         port = first + slot if first else free_ports(1, host)[0]
-        return ServerProcess(Child(server_process(config, folder, slot, host, port, restarts, key)), f"http://{host}:{port}")
+        command = server_process(config, folder, devices.plan_with(slot), slot, host, port, restarts, key)
+        return ServerProcess(Child(command), f"http://{host}:{port}")
 
     return fleet_of(config, start)

@@ -12,13 +12,22 @@ from megatron_rl.processes.child import (
     log_tail,
     stop_all,
 )
+from megatron_rl.processes.device_plan import Assignment, Demand, DevicePlan, DevicePlanError, Machine, plan_devices
+from megatron_rl.processes.gpus import Gpu, GpuQueryError, named_devices, query_gpus, usable_devices
 from megatron_rl.processes.nodes import Nodes, RemoteProcess
 from megatron_rl.processes.ports import PortError, check_host, check_port, free_ports
 
 __all__ = [
     "AddressError",
+    "Assignment",
     "Child",
     "Command",
+    "Demand",
+    "DevicePlan",
+    "DevicePlanError",
+    "Gpu",
+    "GpuQueryError",
+    "Machine",
     "Nodes",
     "PortError",
     "Process",
@@ -34,5 +43,9 @@ __all__ = [
     "interface_of",
     "kill_with_parent",
     "log_tail",
+    "named_devices",
+    "plan_devices",
+    "query_gpus",
     "stop_all",
+    "usable_devices",
 ]

@@ -7,7 +7,6 @@ begin ──▶ order ──▶ sync   bring servers to this version, then probe
 """
 
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -86,7 +85,7 @@ class Trainer:
             steering: Rank 0's client of the orchestrator; None on the other ranks, and where the caller chooses what is trained.
         """
         self.folder, self.config, self.steering = folder, config, steering
-        self.groups = start_process(self.config, own_rank(), store=store, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+        self.groups = start_process(self.config, own_rank(), store=store)
         model = open_model(folder.model)
         self.engine = build_engine(self.config, self.groups, model.config, model)
         self.spool = Spool(folder.path)

@@ -1,7 +1,7 @@
 """vLLM as `InferenceEngine`: says which module of this folder does what."""
 
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import httpx
@@ -11,7 +11,7 @@ from megatron_rl.inference.errors import UnsupportedByEngineError
 from megatron_rl.inference.sender import ServerAddress, WeightSender
 from megatron_rl.inference.vllm.client import VllmClient
 from megatron_rl.inference.vllm.control import VllmControl
-from megatron_rl.inference.vllm.server import WEIGHT_TRANSFER_BACKENDS, server_command
+from megatron_rl.inference.vllm.server import WEIGHT_TRANSFER_BACKENDS, devices_per_server, server_command
 from megatron_rl.records import ModelContract
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ class VllmEngine:
     def server_command(self, settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         """`megatron_rl.inference.vllm.plugin.serve` with vLLM's own arguments."""
         return server_command(settings)
+
+    def devices_per_server(self, tensor_parallel_size: int, extra_arguments: Sequence[str]) -> int:
+        """Tensor x pipeline x data parallelism; the extra arguments have the last word."""
+        return devices_per_server(tensor_parallel_size, extra_arguments)
 
     def cluster_environment(self, address: str) -> Mapping[str, str]:
         """The address that vLLM's own processes use among each other."""

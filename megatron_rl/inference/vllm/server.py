@@ -3,6 +3,7 @@
 Imports neither torch nor vllm: the orchestrator, which starts the servers, runs without them.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,15 @@ ONE_ADDRESS_OF_SEVERAL = (
     "--data-parallel-rank", "-dpn", "--data-parallel-hybrid-lb", "-dph", "--data-parallel-external-lb", "-dpe"
 )  # fmt: skip
 """vLLM's arguments with which one server is several addresses, each for a part of its data-parallel replicas."""
+_PARALLEL_FLAGS = {
+    "--tensor-parallel-size": "tensor",
+    "-tp": "tensor",
+    "--pipeline-parallel-size": "pipeline",
+    "-pp": "pipeline",
+    "--data-parallel-size": "data",
+    "-dp": "data",
+}
+"""vLLM's arguments that multiply the GPUs of a server."""
 
 
 def server_command(settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
@@ -74,6 +84,30 @@ def server_command(settings: ServerSettings) -> tuple[list[str], dict[str, str]]
     if s.device == "cpu":
         env |= _cpu_environment(s.cpus, s.threads, s.tensor_parallel_size)
     return argv + list(s.extra_arguments), env
+
+
+def devices_per_server(tensor_parallel_size: int, extra_arguments: Sequence[str]) -> int:
+    """GPUs of one server: tensor x pipeline x data parallelism (vllm serve --help, ParallelConfig).
+
+    Args:
+        tensor_parallel_size: What the command line above gives.
+        extra_arguments: The user's, which vLLM reads after it: `--flag value` or `--flag=value`, with - or _ in the name.
+
+    Raises:
+        UnsupportedByEngineError: A size that is not a positive number.
+    """
+    sizes = {"tensor": tensor_parallel_size, "pipeline": 1, "data": 1}
+    words = [part for argument in extra_arguments for part in argument.split("=", 1)]
+    for flag, value in zip(words, [*words[1:], ""], strict=True):
+        kind = _PARALLEL_FLAGS.get(flag if len(flag) <= len("-tp") else flag.replace("_", "-"))
+        if kind is None:
+            continue
+        if not value.isdigit() or int(value) < 1:
+            raise UnsupportedByEngineError(
+                f"servers.extra_arguments has {flag} {value!r}; a positive number has to follow {flag}"
+            )
+        sizes[kind] = int(value)
+    return math.prod(sizes.values())
 
 
 def _cpu_environment(cpus: Sequence[int] | None, threads: int, tensor_parallel_size: int) -> dict[str, str]:

@@ -25,6 +25,9 @@ class TinyEngine:
         argv = [sys.executable, "-m", "tests.unit.inference.tiny_server", settings.host, str(settings.port)]
         return argv, {KEY_VARIABLE: settings.key}
 
+    def devices_per_server(self, tensor_parallel_size, extra_arguments):
+        return tensor_parallel_size
+
     def cluster_environment(self, address):
         return {}
 

@@ -154,7 +154,7 @@ def main(scratch):
     folder: RunFolder = run_folder(config)
     check_before_start(config)
     prepare_folder(config, folder)
-    machines = Machines(config, folder)
+    machines = Machines(config, folder, local_plan(config, ()))
     end = asyncio.run(run(config, folder, machines, resume=False, stop_signals=()))
     return {
         "finished": end.finished,

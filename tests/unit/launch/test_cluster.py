@@ -72,7 +72,7 @@ def test_ranks_share_the_nodes_and_get_their_roles_variables(machines):
 
     first, second = asyncio.run(scene())
     assert [o.name for o in first] == [f"trainer-{rank}" for rank in range(8)]
-    assert [(o.env["RANK"], o.env["LOCAL_RANK"]) for o in second] == [(str(8 + n), str(n)) for n in range(8)]
+    assert [(o.env["RANK"], o.env["CUDA_VISIBLE_DEVICES"]) for o in second] == [(str(8 + n), str(4 + n)) for n in range(8)]
     for order in (*first, *second):
         assert "--resume" in order.argv and order.env.items() >= ENVIRONMENT.items()
         assert order.env["NCCL_SOCKET_IFNAME"] == order.env["GLOO_SOCKET_IFNAME"] == "lo"
@@ -120,7 +120,7 @@ def test_a_server_that_finds_no_gpus_is_refused(machines):
         await asyncio.gather(running, return_exceptions=True)
         return reasons[0]
 
-    assert "rollouts-0 has 4 GPUs, and none left for server 4" in asyncio.run(scene())
+    assert "no GPUs are left for server 4: rollouts node 0 has 4 GPUs" in asyncio.run(scene())
 
 
 def test_a_trainer_without_one_of_its_nodes_does_not_start(machines):

@@ -166,10 +166,10 @@ def test_a_bad_profile_is_named(tmp_path, text, expected):
     ("words", "expected"),
     [
         (["--slurm.trainer.nodes", "3"], "layout.world_size = 2 is not a multiple of slurm.trainer.nodes = 3"),
-        ([*GPUS, "--layout.world_size", "16"], "above slurm.trainer.nodes x gpus_per_node = 1 x 8 = 8"),
+        ([*GPUS, "--layout.world_size", "16"], "trainer node 0 has 8 GPUs for this run, and 16 are needed there"),
         (["--slurm.rollouts.nodes", "2"], "servers.count = 1 is below slurm.rollouts.nodes = 2"),
         ([*GPUS, "--servers.tensor", "16"], "a server is on one node"),
-        ([*GPUS, "--servers.count", "3", "--servers.tensor", "4"], "1 nodes of 8 GPUs hold 2"),
+        ([*GPUS, "--servers.count", "3", "--servers.tensor", "4"], "rollouts node 0 has 8 GPUs for this run, and 12 are needed there"),
         (["--servers.first_port", "8000"], "on a cluster, servers take free ports"),
         (["--slurm.trainer.gpus_per_node", "8"], "either both roles have GPUs or neither"),
         ([*GPUS, "--run.device", "cpu"], "run.device = 'cpu' with gpus_per_node = 8"),
