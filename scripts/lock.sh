@@ -4,12 +4,20 @@
 #
 #   bash scripts/lock.sh 3.11
 #   bash scripts/lock.sh 3.12 --upgrade          # newest versions instead
+#   bash scripts/lock.sh gpu                     # scripts/locks/gpu-py3.12.txt, for setup.sh --gpu; needs no GPU
+#   bash scripts/lock.sh gpu --verify --download # writes nothing: is it a closure, and does each file say what the lock says?
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-version=${1:?usage: lock.sh 3.11|3.12 [--upgrade]}
-python=$(bash scripts/find_python.sh "$version") || { echo "lock: error: no Python $version found on PATH or in pyenv; install it" >&2; exit 1; }
+version=${1:?usage: lock.sh 3.11|3.12|gpu [--upgrade]}
+resolver=scripts/locks/resolve.py
+if [[ $version == gpu ]]; then
+    version=3.12
+    resolver=scripts/locks/resolve_gpu.py
+fi
+python=$(bash scripts/find_python.sh "$version") || { echo "lock: error: no Python $version on PATH or under pyenv" >&2; exit 1; }
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 "$python" -m venv "$scratch/venv"
-"$scratch/venv/bin/python" scripts/locks/resolve.py "${@:2}"
+if [[ $resolver == *gpu* ]]; then "$scratch/venv/bin/python" -m pip --quiet --disable-pip-version-check install uv packaging; fi
+"$scratch/venv/bin/python" "$resolver" "${@:2}"

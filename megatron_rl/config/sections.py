@@ -41,8 +41,8 @@ class Run(Section):
     seed: NonNegative = 0
     """Seed of sampling, of random weights, and of the order of prompts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the trainer and the servers compute; nothing else decides it. cpu: every process is kept from seeing a GPU. auto: cuda
-    where the NVIDIA driver is loaded, otherwise cpu."""
+    """Where the trainer and the servers compute; nothing else decides it. cpu: no process sees a GPU. auto: cuda where the
+    NVIDIA driver is loaded, otherwise cpu."""
     deterministic: bool = False
     """Refuse every operation whose result could differ from one run to the next."""
     stall_after_s: Seconds = 300.0

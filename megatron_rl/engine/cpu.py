@@ -2,7 +2,7 @@
 
 Megatron-Core writes `device="cuda"` and `torch.cuda.current_device()` in its source, asks `tensor.type()` for
 "torch.cuda.FloatTensor", and synchronises streams. `install()` gives each of these a meaning on the CPU, once in a process.
-Where the machine has GPUs, or the packages for them, both are hidden first. Everything that is replaced, and why, is in this file.
+GPUs and their packages, where the machine has any, are hidden first. Everything that is replaced, and why, is in this file.
 """
 
 import contextlib

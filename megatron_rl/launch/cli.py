@@ -1,5 +1,6 @@
 """The command line."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -224,6 +225,30 @@ def attribute(
         fault = _renamed("--plant", plant, "--inject-fault", inject_fault)
         clean = attribute_and_print(RunFolder(run_dir), context.args, step, retrain=retrain, fault=fault, json_file=json_file)
     if not clean:
+        raise typer.Exit(1)
+
+
+@app.command(context_settings=Overrides)
+def doctor(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="The TOML file of a run; without it, the machine alone is looked at.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Show what this machine has, and for a configuration which GPUs each process gets and what keeps it from running here.
+
+    Shown are Python, torch, vLLM and Transformer Engine with their builds, NVIDIA driver, CUDA, NCCL, GPUs and their memory,
+    NVLink, InfiniBand, FP4, and which fused parts a trainer uses. What is not found has a reason. It needs neither torch nor a
+    GPU. Further arguments override the file, as in `train`. Exit status 1 when `train` could not run the configuration here.
+    """
+    from megatron_rl.launch.doctor import diagnose
+
+    with reporting_errors():
+        found = diagnose(load_config(config, context.args) if config else None)
+    typer.echo(json.dumps(found.as_json(), indent=2) if as_json else "\n".join(found.lines()))
+    if not found.can_run:
         raise typer.Exit(1)
 
 

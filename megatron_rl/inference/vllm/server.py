@@ -3,6 +3,7 @@
 Imports neither torch nor vllm: the orchestrator, which starts the servers, runs without them.
 """
 
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -98,7 +99,7 @@ def devices_per_server(tensor_parallel_size: int, extra_arguments: Sequence[str]
     """
     sizes = {"tensor": tensor_parallel_size, "pipeline": 1, "data": 1}
     words = [part for argument in extra_arguments for part in argument.split("=", 1)]
-    for flag, value in zip(words, [*words[1:], ""], strict=True):
+    for flag, value in itertools.pairwise([*words, ""]):
         kind = _PARALLEL_FLAGS.get(flag if len(flag) <= len("-tp") else flag.replace("_", "-"))
         if kind is None:
             continue

@@ -19,6 +19,7 @@ from megatron_rl.inference.sender import ServerAddress
 from megatron_rl.launch.local import check_before_start, prepare_folder
 from megatron_rl.launch.machines import ThisMachine
 from megatron_rl.launch.run import run
+from megatron_rl.orchestrator import local_plan
 from megatron_rl.records import Payload
 from megatron_rl.rollouts.worker import work
 from megatron_rl.weight_sync import update_servers

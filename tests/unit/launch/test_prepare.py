@@ -10,6 +10,7 @@ from megatron_rl.config import Config, ConfigError, RunFolder
 from megatron_rl.conversion import QuantisedAs, hf_to_megatron, make_random_model, megatron_to_hf
 from megatron_rl.launch.prepare import prepare
 from megatron_rl.orchestrator.commands import server_process
+from megatron_rl.orchestrator.devices import local_plan
 from megatron_rl.precision import FORMATS
 from megatron_rl.records import ModelContract, read_model_contract
 from megatron_rl.tasks import TaskError
@@ -78,7 +79,7 @@ def test_servers_with_nvfp4_layers_get_a_config_with_the_quantisation(tmp_path: 
         of = Config.model_validate(
             plain | {"run": plain["run"] | {"device": device}, "precision": precision, "weight_sync": sync}
         )
-        argv = server_process(of, run, 0, "127.0.0.1", 8000, 0, "key").argv
+        argv = server_process(of, run, local_plan(of, ["0", "1", "2", "3"]), 0, "127.0.0.1", 8000, 0, "key").argv
         assert argv[argv.index("--model") + 1] == str(folder)
 
 

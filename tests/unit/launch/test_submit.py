@@ -169,7 +169,10 @@ def test_a_bad_profile_is_named(tmp_path, text, expected):
         ([*GPUS, "--layout.world_size", "16"], "trainer node 0 has 8 GPUs for this run, and 16 are needed there"),
         (["--slurm.rollouts.nodes", "2"], "servers.count = 1 is below slurm.rollouts.nodes = 2"),
         ([*GPUS, "--servers.tensor", "16"], "a server is on one node"),
-        ([*GPUS, "--servers.count", "3", "--servers.tensor", "4"], "rollouts node 0 has 8 GPUs for this run, and 12 are needed there"),
+        (
+            [*GPUS, "--servers.count", "3", "--servers.tensor", "4"],
+            "rollouts node 0 has 8 GPUs for this run, and 12 are needed there",
+        ),
         (["--servers.first_port", "8000"], "on a cluster, servers take free ports"),
         (["--slurm.trainer.gpus_per_node", "8"], "either both roles have GPUs or neither"),
         ([*GPUS, "--run.device", "cpu"], "run.device = 'cpu' with gpus_per_node = 8"),
