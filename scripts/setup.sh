@@ -117,13 +117,13 @@ make_closure() {
     check_imports
 }
 
-# The wheels of the lock, then the source packages one by one: without isolation, so that they are compiled against the lock's torch,
+# The rest of the lock, then the packages that are compiled one by one: without isolation, so that they are compiled against the lock's torch,
 # which they then run with; an isolated build would take the newest torch.
 install_gpu_packages() {
     local sources='^(transformer-engine-torch|flash-attn)==' package
     say "3/4 $(grep -c '^[a-zA-Z]' "$lock") pinned packages of $lock"
     grep -vE "$sources" "$lock" >"$venv/wheels.txt"
-    run_pip --no-deps --only-binary :all: --requirement "$venv/wheels.txt"
+    run_pip --no-deps --requirement "$venv/wheels.txt"
     for package in transformer-engine-torch ${flash_attn:+flash-attn}; do
         say "3/4 $package, compiled here against torch $(grep -oP '^torch==\K.*' "$lock")"
         run_pip --no-deps --no-build-isolation "$(grep "^$package==" "$lock")"

@@ -30,7 +30,7 @@ PYTHON = "3.12"
 EXTRAS = ("gpu", "gpu-deterministic", "test")
 
 SOURCE_PACKAGES = ("flash-attn", "transformer-engine-torch")
-"""Have no wheel on PyPI, and are compiled at installation (scripts/setup.sh --gpu). Anything else has to be a wheel."""
+"""Have no wheel on PyPI, and are compiled against torch and CUDA at installation (scripts/setup.sh --gpu)."""
 
 ENVIRONMENT = {
     "implementation_name": "cpython", "os_name": "posix", "platform_machine": "x86_64",
@@ -46,7 +46,7 @@ HEADER = (
 
 UV = ("uv", "pip", "compile", "--quiet", "--python-version", PYTHON, "--python-platform", "linux", "--no-header", "--no-annotate")
 UV_INSTALL = (
-    "uv", "pip", "install", "--no-config", "--no-cache", "--no-deps", "--only-binary", ":all:", "--python-version", PYTHON,
+    "uv", "pip", "install", "--no-config", "--no-cache", "--no-deps", "--python-version", PYTHON,
     "--python-platform", "linux",
 )  # fmt: skip
 

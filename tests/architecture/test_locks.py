@@ -61,7 +61,7 @@ def test_the_gpu_lock_is_for_gpus() -> None:
 
 
 def test_setup_compiles_the_packages_that_have_no_wheel() -> None:
-    """setup.sh installs the rest as wheels alone; `lock.sh gpu --verify --download` holds the list against PyPI."""
+    """setup.sh installs the rest first, torch with it."""
     resolve = (REPOSITORY / "scripts" / "locks" / "resolve_gpu.py").read_text()
     sources = ast.literal_eval(re.search(r"^SOURCE_PACKAGES = (\(.*\))$", resolve, re.MULTILINE)[1])
     setup = (REPOSITORY / "scripts" / "setup.sh").read_text()
