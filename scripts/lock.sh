@@ -15,7 +15,7 @@ if [[ $version == gpu ]]; then
     version=3.12
     resolver=scripts/locks/resolve_gpu.py
 fi
-python=$(bash scripts/find_python.sh "$version") || { echo "lock: error: no Python $version on PATH or under pyenv" >&2; exit 1; }
+python=$(bash scripts/find_python.sh "$version") || { echo "lock: error: no Python $version found on PATH or in pyenv; install it" >&2; exit 1; }
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 "$python" -m venv "$scratch/venv"

@@ -62,8 +62,8 @@ choose_python() {
     if [[ $(uname -sm) != "Linux x86_64" ]]; then fail "the locks are for Linux on x86_64; this is $(uname -sm)."; fi
 }
 
-# Two lines: what the closure was made from, and what the package was made from. A venv does not survive being moved, so its
-# place is part of the first.
+# Two lines of the stamp: what the pinned packages were installed from, and what this package was. A venv cannot be moved, so its
+# path is part of the first.
 closure_key() { printf 'closure %s %s%s\n' "$(sha256sum <"$lock" | cut -c1-64)" "$(realpath -m "$venv")" "${flash_attn:+ flash-attn}"; }
 package_key() { printf 'package %s\n' "$(sha256sum <pyproject.toml | cut -c1-64)"; }
 stamped() { [[ -x $venv/bin/python && -f $stamp ]] && grep -qxF -- "$1" "$stamp"; }
@@ -73,7 +73,7 @@ run_pip() {
     if "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile "$@" >>"$log" 2>&1 </dev/null; then return; fi
     tail -n 15 "$log" >&2
     if grep -qiE 'No space left|Errno 28' "$log"; then
-        fail "the disk is full (see above; the whole log: $log)." "About 4 GB are needed with the CPU build of torch, 12 GB with the CUDA build, 25 GB with --gpu."
+        fail "the disk is full (see above; full log: $log)." "About 4 GB are needed with the CPU build of torch, 12 GB with the CUDA build, 25 GB with --gpu."
     elif grep -qiE 'NewConnectionError|name resolution|ConnectTimeout|Read timed out|ProxyError|SSLError|No matching distribution' "$log"; then
         fail "pip could not download a package (see above; full log: $log)." \
             "Check the network and pip's settings (\`pip config list\`, PIP_INDEX_URL, HTTPS_PROXY), then run scripts/setup.sh again."

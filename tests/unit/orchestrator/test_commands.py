@@ -4,6 +4,7 @@ import pytest
 
 from megatron_rl.config import Config, RunFolder
 from megatron_rl.orchestrator.commands import server_process
+from megatron_rl.orchestrator.devices import local_plan
 from megatron_rl.wire.nccl import DETERMINISTIC_NCCL
 
 
@@ -14,7 +15,9 @@ def environment_of_a_server(tmp_path, **run) -> dict[str, str]:
         "task": {"name": "t"},
         "rollouts": {"max_new_tokens": 8},
     }
-    return dict(server_process(Config.model_validate(sections), RunFolder(tmp_path), 0, "127.0.0.1", 8000, 0, "key").env)
+    config = Config.model_validate(sections)
+    plan = local_plan(config, ["0", "1"] if config.device == "cuda" else [])
+    return dict(server_process(config, RunFolder(tmp_path), plan, 0, "127.0.0.1", 8000, 0, "key").env)
 
 
 @pytest.mark.parametrize(
