@@ -47,7 +47,10 @@ class ServerSettings:
     """Prompt and generated tokens."""
     max_num_seqs: int
     """Sequences that the server generates at once."""
-    keep_set_source: KeepSetSource
+    keep_set_source: KeepSetSource | None
+    """How keep-sets are read from the server's answers; None: nothing is truncated, so no answer has keep-sets."""
+    has_moe_layers: bool
+    """Whether the model has layers with experts. Only then the server returns routes."""
     max_keep_set: int
     """Size of the widest keep-set that `processed_logprobs` has to carry."""
     weight_transport: WeightTransport

@@ -22,7 +22,7 @@ from megatron_rl.orchestrator import (
 )
 from megatron_rl.orchestrator.fleet import Fleet
 from megatron_rl.processes import Command, DevicePlan, Nodes, Process, RemoteProcess, address_of_interface, address_of_this_host
-from megatron_rl.records import write_atomically
+from megatron_rl.records import read_model_contract, write_atomically
 from megatron_rl.wire.access import key_from_environment
 from megatron_rl.wire.control import encode
 from megatron_rl.wire.nodes import OrchestratorPlace
@@ -97,7 +97,17 @@ class ClusterMachines:
         node = self._nodes.node("rollouts", slot % self._config.slurm.rollouts.nodes)
         plan = self._server_devices.plan_with(slot)
         port = node.take_port()
-        command = server_process(self._config, self._folder, plan, slot, node.address, port, restarts, self.key)
+        command = server_process(
+            self._config,
+            self._folder,
+            plan,
+            slot,
+            node.address,
+            port,
+            restarts,
+            self.key,
+            has_moe_layers=bool(read_model_contract(self._folder.model_contract).moe_layers),
+        )
         environment = {
             **command.env,
             **engine_of(self._config).cluster_environment(node.address),

@@ -177,7 +177,10 @@ def dry_run_text(config: Config) -> str:
     environment = {"MEGATRON_RL_ORCHESTRATOR": "http://127.0.0.1:PORT", "MEGATRON_RL_KEY": "(generated at start)"}
     host, port = config.servers.host, config.servers.first_port
     key = "(generated at start)"
-    commands = [server_process(config, folder, plan, slot, host, port + slot, 0, key) for slot in range(config.servers.count)]
+    commands = [
+        server_process(config, folder, plan, slot, host, port + slot, 0, key, has_moe_layers=bool(model["moe_layers"]))
+        for slot in range(config.servers.count)
+    ]
     commands += [worker_process(folder, plan, environment), *trainer_processes(config, folder, plan, environment, False)]
     for command in commands:
         lines.append(f"{command.name}: {' '.join(f'{k}={v}' for k, v in command.env.items())} {' '.join(command.argv)}")

@@ -18,11 +18,28 @@ scancel does not send it."""
 
 
 def server_process(
-    config: Config, folder: RunFolder, plan: DevicePlan, slot: int, host: str, port: int, restarts: int, key: str
+    config: Config,
+    folder: RunFolder,
+    plan: DevicePlan,
+    slot: int,
+    host: str,
+    port: int,
+    restarts: int,
+    key: str,
+    *,
+    has_moe_layers: bool,
 ) -> Command:
     """One inference server, which listens on host:port and sees its own GPUs alone.
 
-    `restarts` enters the seed: a restarted server does not sample the same tokens again.
+    Args:
+        config: The run's.
+        folder: The run's.
+        slot: Number of the server.
+        host: The address that it listens on.
+        port: The port that it listens on.
+        restarts: How often it was started before. It enters the seed: a restarted server does not sample the same tokens again.
+        key: The run's.
+        has_moe_layers: Whether the model has layers with experts (`ModelContract.num_moe_layers`).
     """
     s, on_cpu = config.servers, config.device == "cpu"
     settings = ServerSettings(
@@ -33,7 +50,8 @@ def server_process(
         dtype=config.model.dtype,
         max_sequence_length=config.model.max_sequence_length,
         max_num_seqs=s.max_num_seqs,
-        keep_set_source=config.keep_set_source,
+        keep_set_source=config.keep_set_source if config.sampling.truncates else None,
+        has_moe_layers=has_moe_layers,
         max_keep_set=config.rollouts.max_keep_set,
         weight_transport=config.transport,
         key=key,

@@ -12,6 +12,7 @@ from megatron_rl.orchestrator.commands import server_process
 from megatron_rl.orchestrator.devices import ServerDevices
 from megatron_rl.orchestrator.fleet import Fleet, FleetLimits
 from megatron_rl.processes import Child, DevicePlan, Process, check_port, free_ports
+from megatron_rl.records import read_model_contract
 
 GRACE_S = 5.0
 
@@ -66,7 +67,8 @@ def local_fleet(config: Config, folder: RunFolder, plan: DevicePlan, key: str) -
         if first:
             check_port(host, first + slot, f"servers.first_port, server {slot}")
         port = first + slot if first else free_ports(1, host)[0]
-        command = server_process(config, folder, devices.plan_with(slot), slot, host, port, restarts, key)
+        plan, has_moe_layers = devices.plan_with(slot), bool(read_model_contract(folder.model_contract).moe_layers)
+        command = server_process(config, folder, plan, slot, host, port, restarts, key, has_moe_layers=has_moe_layers)
         return ServerProcess(Child(command), f"http://{host}:{port}")
 
     return fleet_of(config, start)

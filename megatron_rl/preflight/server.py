@@ -50,6 +50,7 @@ def running_server(subject: Subject) -> Iterator[Child]:
         max_sequence_length=config.model.max_sequence_length,
         max_num_seqs=_NUM_PROBES,
         keep_set_source="processed_logprobs",
+        has_moe_layers=bool(subject.table.architecture.moe_layers),
         max_keep_set=config.rollouts.max_keep_set,
         weight_transport="gloo",
         key=secrets.token_hex(16),

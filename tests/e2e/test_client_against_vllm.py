@@ -78,6 +78,7 @@ def url(folder):
             max_num_seqs=32,
             load_format="auto",
             keep_set_source="processed_logprobs",
+            has_moe_layers=True,
             max_keep_set=128,
             weight_transport="gloo",
             key="k",

@@ -36,6 +36,7 @@ def app():
             max_num_seqs=2,
             load_format="dummy",
             keep_set_source="processed_logprobs",
+            has_moe_layers=True,
             max_keep_set=8,
             weight_transport="gloo",
             key=KEY,

@@ -117,6 +117,7 @@ class Server:
                 max_sequence_length=512,
                 max_num_seqs=6,
                 keep_set_source="processed_logprobs",
+                has_moe_layers=True,
                 max_keep_set=8,
                 weight_transport="gloo",
                 key=KEY,

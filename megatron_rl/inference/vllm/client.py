@@ -95,8 +95,10 @@ class VllmClient:
 
     def _sampling_params(self, sampling: Sampling, stop_token_ids: Sequence[int]) -> dict[str, Any]:
         vocab_size = self._contract.vocab_size
-        # vLLM takes 0 for "no limit", but with its native mask wants a limit on every request: the full vocabulary is none
-        top_k = sampling.top_k or (vocab_size if self._source == "native" else 0)
+        # vLLM takes 0 for "no limit", but with its native mask wants a limit on every request: the full vocabulary is none.
+        # Where nothing is truncated, the server is started without the mask.
+        has_mask = self._source == "native" and sampling.truncates
+        top_k = sampling.top_k or (vocab_size if has_mask else 0)
         return {
             "n": 1,
             "temperature": sampling.temperature,
@@ -121,8 +123,14 @@ def _only_choice(url: str, answer: dict[str, Any]) -> dict[str, Any]:
 def _own_spans(url: str, choice: dict[str, Any]) -> list[list[int]] | None:
     """[[first generated token, version], ...] where the engine stamps its tokens (vLLM from 0.32); None elsewhere."""
     spans = choice.get("weight_versions")
+    if not spans:
+        return None
     try:
-        return spans and [[span["start"], int(span["version"])] for span in spans]
+        ends = [span["end"] for span in spans]
+        if ends != [*(span["start"] for span in spans[1:]), len(choice["token_ids"])]:
+            what = f"version spans {spans} do not cover the {len(choice['token_ids'])} tokens one after the other"
+            raise ServerError(url, "POST /inference/v1/generate", what)
+        return [[span["start"], int(span["version"])] for span in spans]
     except (ValueError, TypeError, KeyError) as error:  # before its first update a server reports 'default'
         raise ServerError(
             url, "POST /inference/v1/generate", f"version spans {spans}: no policy version was sent to it yet"

@@ -1,6 +1,7 @@
 """One answer of vLLM's /inference/v1/generate, decoded into the arrays of the records. Pure.
 
-The engine reports a token id as the text "token_id:17" and a log-prob of minus infinity as -9999.
+vLLM 0.30 names the token of a log-prob by the text "token_id:17", 0.32 and later by the integer `token_id`; both are read. A
+log-prob of minus infinity is -9999.
 """
 
 import base64
@@ -63,6 +64,9 @@ def decode_completion(
 
 
 def _ids(entries: Sequence[dict[str, Any]]) -> np.ndarray:
+    """i32, one for each entry; all entries of an answer have the same form, and there may be a million of them."""
+    if entries and "token_id" in entries[0]:
+        return np.array([entry["token_id"] for entry in entries], dtype=np.int32)
     return np.array([int(entry["token"][_ID_PREFIX:]) for entry in entries], dtype=np.int32)
 
 

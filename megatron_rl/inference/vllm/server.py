@@ -62,7 +62,6 @@ def server_command(settings: ServerSettings) -> tuple[list[str], dict[str, str]]
         "--tensor-parallel-size", str(s.tensor_parallel_size),
         "--max-logprobs", str(s.max_keep_set),
         "--logprobs-mode", "processed_logprobs",  # of the tempered, truncated distribution: the one sampled from
-        "--enable-return-routed-experts",
         "--enable-scale-out",  # /inference/v1/generate: token ids in, token ids out
         "--skip-tokenizer-init",
         "--generation-config", "vllm",  # or the model's generation_config.json would set top_k and penalties unseen
@@ -74,6 +73,8 @@ def server_command(settings: ServerSettings) -> tuple[list[str], dict[str, str]]
         argv += ["--kv-cache-memory-bytes", str(int(s.kv_cache_gib * GIB))]
     if s.gpu_memory_utilization is not None:
         argv += ["--gpu-memory-utilization", str(s.gpu_memory_utilization)]
+    if s.has_moe_layers:  # vLLM from 0.32 refuses the flag for a dense model
+        argv += ["--enable-return-routed-experts"]
     if s.keep_set_source == "native":
         argv += ["--return-sampling-mask"]
     if s.device == "cpu":

@@ -11,6 +11,7 @@ import pytest
 from megatron_rl.config import RunFolder, load_config
 from megatron_rl.launch.cluster import ClusterMachines
 from megatron_rl.processes import ProcessError
+from megatron_rl.records import ModelContract, write_model_contract
 from megatron_rl.wire.nodes import NodeRequest, StartOrder
 
 CONFIG = Path(__file__).parents[3] / "model_configs" / "tiny-moe-cpu.toml"
@@ -44,6 +45,7 @@ GPUS = [
 @pytest.fixture
 def machines(tmp_path, monkeypatch) -> ClusterMachines:
     monkeypatch.setenv("MEGATRON_RL_KEY", "k")
+    write_model_contract(RunFolder(tmp_path).model_contract, ModelContract(64, (1,), 8, 2))
     return ClusterMachines(load_config(CONFIG, GPUS), RunFolder(tmp_path), "7.0")
 
 

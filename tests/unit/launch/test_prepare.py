@@ -79,7 +79,8 @@ def test_servers_with_nvfp4_layers_get_a_config_with_the_quantisation(tmp_path: 
         of = Config.model_validate(
             plain | {"run": plain["run"] | {"device": device}, "precision": precision, "weight_sync": sync}
         )
-        argv = server_process(of, run, local_plan(of, ["0", "1", "2", "3"]), 0, "127.0.0.1", 8000, 0, "key").argv
+        plan = local_plan(of, ["0", "1", "2", "3"])
+        argv = server_process(of, run, plan, 0, "127.0.0.1", 8000, 0, "key", has_moe_layers=False).argv
         assert argv[argv.index("--model") + 1] == str(folder)
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for a vLLM server that answers with the JSON shapes of 0.30.0, from random data that it remembers."""
+"""A stand-in for a vLLM server that answers with the JSON shapes of 0.30.0 or of 0.33.0, from random data that it remembers."""
 
 import asyncio
 import base64
@@ -25,7 +25,10 @@ CONTRACT = ModelContract(vocab_size=50, moe_layers=(1, 3), num_experts=8, expert
 class FakeVllm:
     """`script` may hold functions, one a request, that get the answer and return what is sent instead (a dict or a Response)."""
 
-    def __init__(self, *, keep_set_source: str = "processed_logprobs", num_tokens: int = 6, seed: int = 0):
+    def __init__(
+        self, *, keep_set_source: str = "processed_logprobs", num_tokens: int = 6, seed: int = 0, integer_ids: bool = False
+    ):
+        self.integer_ids = integer_ids  # as from 0.32
         self.source, self.num_tokens, self.rng = keep_set_source, num_tokens, np.random.default_rng(seed)
         self.requests: list[dict] = []
         self.span_questions: list[list[str]] = []
@@ -67,10 +70,8 @@ class FakeVllm:
             )
             outside = [i for i in range(CONTRACT.vocab_size) if i not in truth["sets"][t]]
             top += [(-9999.0, i) for i in outside]
-            entries = [{"token": f"token_id:{i}", "logprob": p, "bytes": None} for p, i in top[: max(wanted, 1)]]
-            content.append(
-                {"token": f"token_id:{token}", "logprob": truth["logprobs"][t], "bytes": None, "top_logprobs": entries}
-            )
+            entries = [self._entry(i, p) for p, i in top[: max(wanted, 1)]]
+            content.append(self._entry(token, truth["logprobs"][t]) | {"top_logprobs": entries})
         choice = {
             "index": 0,
             "logprobs": {"content": content},
@@ -80,6 +81,11 @@ class FakeVllm:
             "sampling_mask": truth["sets"] if self.source == "native" else None,
         }
         return {"request_id": request["request_id"], "model": "m", "choices": [choice], "usage": {}, "prompt_logprobs": None}
+
+    def _entry(self, token: int, logprob: float) -> dict:
+        if self.integer_ids:
+            return {"token_id": token, "logprob": logprob, "rank": 1}
+        return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
 
     def app(self) -> Starlette:
         async def generate(request: Request) -> Response:

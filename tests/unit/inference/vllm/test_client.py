@@ -51,9 +51,10 @@ def as_rollout(completion: Completion, sampling: Sampling, prompt=(3, 1, 4)) -> 
     )
 
 
+@pytest.mark.parametrize("integer_ids", [False, True], ids=["0.30", "0.33"])
 @pytest.mark.parametrize("source", ["processed_logprobs", "native"])
-def test_everything_arrives_as_it_was_sampled(source):
-    with running(FakeVllm(keep_set_source=source)) as server:
+def test_everything_arrives_as_it_was_sampled(source, integer_ids):
+    with running(FakeVllm(keep_set_source=source, integer_ids=integer_ids)) as server:
         (got,) = generate(server)
     truth = server.truth["a"]
     assert got.token_ids.tolist() == truth["token_ids"]
@@ -72,6 +73,7 @@ def test_everything_arrives_as_it_was_sampled(source):
         ("processed_logprobs", TOP_P, {"top_k": 0, "logprobs": 16, "temperature": 0.7, "top_p": 0.9, "max_tokens": 9}),
         ("native", TOP_P, {"top_k": 50, "logprobs": 0}),  # no limit, said as the vocabulary's size
         ("native", Sampling(top_p=0.9, top_k=5), {"top_k": 5, "logprobs": 0}),
+        ("native", Sampling(), {"top_k": 0, "logprobs": 0}),  # a server without the mask, which wants no limit
         ("processed_logprobs", Sampling(), {"top_k": 0, "logprobs": 0, "top_p": 1.0}),
         ("processed_logprobs", Sampling(top_k=1), {"top_k": 1, "logprobs": 16}),
     ],
@@ -159,6 +161,23 @@ def test_an_engine_that_stamps_its_tokens_itself_is_not_asked():
     assert got.policy_versions.tolist() == [4, 4, 5, 5, 5, 5]
     assert got.routed_experts.dtype == np.uint16
     assert (got.routed_experts == server.truth["a"]["routes"][:, [1, 3]]).all()
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [{"version": "4", "start": 0, "end": 5}],
+        [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 3, "end": 6}],
+        [{"version": "default", "start": 0, "end": 6}],
+        [{"version": "4", "start": 0}],
+    ],
+    ids=["too short", "a gap", "before the first update", "another shape"],
+)
+def test_own_spans_that_do_not_cover_the_tokens(spans):
+    with running(FakeVllm()) as server:
+        server.script = [change(weight_versions=spans)]
+        (error,) = generate(server)
+    assert isinstance(error, ServerError) and "version spans" in str(error)
 
 
 def widened(answer):

@@ -13,6 +13,7 @@ CPU = {
     "max_sequence_length": 512,
     "max_num_seqs": 16,
     "keep_set_source": "processed_logprobs",
+    "has_moe_layers": True,
     "max_keep_set": 40,
     "weight_transport": "gloo",
     "key": "secret-key",
@@ -60,6 +61,16 @@ def test_gpu_server_with_native_keep_sets():
     assert option(argv, "--tensor-parallel-size") == "4" and option(argv, "--weight-transfer-config") == '{"backend": "nccl"}'
     assert "--enforce-eager" not in argv and "--worker-cls" not in argv and "--kv-cache-memory-bytes" not in argv
     assert "OMP_NUM_THREADS" not in env
+
+
+def test_a_dense_model_has_no_routes_to_return():
+    argv, _ = server_command(ServerSettings("m", "127.0.0.1", 1, **GPU | {"has_moe_layers": False}))
+    assert "--enable-return-routed-experts" not in argv
+
+
+def test_without_truncation_there_is_no_mask_to_return():
+    argv, _ = server_command(ServerSettings("m", "127.0.0.1", 1, **GPU | {"keep_set_source": None}))
+    assert "--return-sampling-mask" not in argv
 
 
 def test_cores_of_a_cpu_server():
