@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from contracts import answers, imports, packing, quantisation, serving
+from contracts import answers, imports, megatron, packing, quantisation, serving
 from contracts.facts_file import differences, readable
 from contracts.wheels import ROOT, SOURCE_PACKAGE, pinned_versions, sources
 
@@ -55,6 +55,7 @@ def derive(versions: dict[str, str], roots: dict[str, Path]) -> tuple[dict[str, 
     facts["vllm"] |= {"response": serving.response_facts(vllm), "answers": answers.make_answers(vllm)}
     facts["vllm"]["packed"] = packing.packing_facts(vllm)
     facts["quantisation"] = quantisation.quantisation_facts(roots["nvidia-modelopt"], roots["transformer-engine"])
+    facts["megatron"] = megatron.megatron_facts(roots)
     facts["build"] = build_facts(roots[SOURCE_PACKAGE])
     problems = [
         *imports.missing_in(facts["imports"]),
@@ -63,6 +64,7 @@ def derive(versions: dict[str, str], roots: dict[str, Path]) -> tuple[dict[str, 
         *answers.what_does_not_decode(facts["vllm"]["answers"]),
         *packing.what_is_not_received(vllm, facts["vllm"]["packed"]),
         *quantisation.differences(facts["quantisation"]),
+        *megatron.missing_in(facts["megatron"]),
     ]
     return facts, problems
 

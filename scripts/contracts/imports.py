@@ -1,7 +1,7 @@
 """What the package imports from the libraries, and whether their source has it."""
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from .program import imports
@@ -10,7 +10,7 @@ from .source import module_file, signature, top_names, tree_of
 
 def import_facts(roots: Mapping[str, Path]) -> dict[str, dict[str, list[str] | bool]]:
     """By package and import: arguments of a function, true for anything else that is there, false for what is not."""
-    return {package: {line: _found(roots[package], line) for line in lines} for package, lines in imports().items() if lines}
+    return {package: {line: found_in(roots[package], line) for line in lines} for package, lines in imports().items() if lines}
 
 
 def missing_in(facts: Mapping[str, Mapping[str, object]]) -> list[str]:
@@ -18,7 +18,8 @@ def missing_in(facts: Mapping[str, Mapping[str, object]]) -> list[str]:
     return [f"{package} has no {line}" for package, lines in facts.items() for line, found in lines.items() if found is False]
 
 
-def _found(root: Path, line: str) -> list[str] | bool:
+def found_in(root: Path, line: str) -> list[str] | bool:
+    """Whether the source below `root` has "module: name"; for a function of that module its arguments."""
     module, _, name = line.partition(": ")
     file = module_file(root, module)
     if file is None:
@@ -29,7 +30,14 @@ def _found(root: Path, line: str) -> list[str] | bool:
         return signature(file, name)
     if name in set(top_names(file)) or module_file(root, f"{module}.{name}") is not None:
         return True
-    return _made_lazily(file, name)
+    return _made_lazily(file, name) or any(found_in(root, f"{of}: {name}") is not False for of in _star_imports(module, file))
+
+
+def _star_imports(module: str, file: Path) -> Iterator[str]:
+    """Modules all of whose names a package takes over."""
+    for node in tree_of(file).body:
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            yield f"{module}.{node.module}" if node.level else str(node.module)
 
 
 def _made_lazily(file: Path, name: str) -> bool:

@@ -103,6 +103,26 @@ def control_requests() -> dict[str, dict[str, Any]]:
     return dict(sorted(seen.items()))
 
 
+def transformer_settings() -> list[str]:
+    """Fields of Megatron's configuration that the engine sets: keywords and keys in the functions that make it."""
+    found: set[str] = set()
+    for file in sorted((PACKAGE / "engine").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and (node.name.endswith("_settings") or node.name == "transformer_config"):
+                found |= set(_keys(node))
+    return sorted(found)
+
+
+def _keys(function: ast.FunctionDef) -> Iterator[str]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Dict):
+            yield from (k.value for k in node.keys if isinstance(k, ast.Constant))
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.ctx, ast.Store):
+            yield node.slice.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"dict", "kind"}:
+            yield from (keyword.arg for keyword in node.keywords if keyword.arg)
+
+
 def imports() -> dict[str, list[str]]:
     """What the package imports from each library: "vllm.platforms: current_platform"."""
     found: dict[str, set[str]] = {package: set() for package in LIBRARIES.values()}

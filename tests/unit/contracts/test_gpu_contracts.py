@@ -17,7 +17,7 @@ import pytest
 from megatron_rl.inference.vllm.nccl import NcclSender
 from megatron_rl.inference.vllm.server import server_command
 from megatron_rl.wire.tensor_spec import DTYPE_BYTES
-from scripts.contracts import answers, imports, packing, program, quantisation, serving
+from scripts.contracts import answers, imports, megatron, packing, program, quantisation, serving, te_models
 from scripts.contracts.facts_file import differences
 from scripts.contracts.wheels import pinned_versions
 
@@ -95,6 +95,31 @@ def test_the_announcement_is_cut_as_vllms_packer_cuts_the_stream():
 
 def test_nvfp4_checkpoints_are_described_in_modelopts_words():
     assert quantisation.differences(FACTS["quantisation"]) == []
+
+
+def test_megatrons_configuration_has_the_fields_that_the_engine_sets():
+    assert list(FACTS["megatron"]["TransformerConfig"]) == program.transformer_settings(), DERIVE
+    assert megatron.missing_in(FACTS["megatron"]) == []
+
+
+@pytest.mark.parametrize("model", te_models.MODELS)
+def test_transformer_engines_parameters_are_those_of_the_weight_mapping(model):
+    """Name, shape and dtype, but for the sinks: their module holds them in fp32."""
+    kept = FACTS["megatron"]["with_transformer_engine"]["parameters"][model]
+    layouts = {name: layout for of, name, layout in te_models.cases() if of == model}
+    assert list(kept) == list(layouts), DERIVE
+    for name, layout in layouts.items():
+        expected = te_models.abridged(te_models.mapped(model, layout))
+        found = {
+            key: value.replace("float32", "bfloat16") if key.endswith("softmax_offset") else value
+            for key, value in kept[name].items()
+        }
+        assert found == expected
+
+
+def test_only_the_sinks_are_built_otherwise_than_mapped():
+    names = FACTS["megatron"]["with_transformer_engine"]["other_than_mapped"]
+    assert names and all(name.startswith("gpt_oss") and name.endswith("core_attention.softmax_offset") for name in names)
 
 
 def test_what_changed_is_named():
