@@ -34,6 +34,7 @@ def server_process(
     Args:
         config: The run's.
         folder: The run's.
+        plan: Which GPUs each process of the run gets.
         slot: Number of the server.
         host: The address that it listens on.
         port: The port that it listens on.
