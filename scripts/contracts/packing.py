@@ -1,5 +1,7 @@
 """vLLM's packed protocol for weights over NCCL: a stream of the program's sender through vLLM's own producer and consumer."""
 
+import ast
+import hashlib
 import importlib.util
 import itertools
 import sys
@@ -16,7 +18,7 @@ from megatron_rl.inference.sender import ServerAddress
 from megatron_rl.inference.vllm.nccl import NUM_BUFFERS, NcclSender
 from megatron_rl.wire.tensor_spec import TensorSpec
 
-from .source import all_fields, signature
+from .source import all_fields, definition, required_fields, signature
 
 PACKED = "vllm.distributed.weight_transfer.packed_tensor"
 BUCKET_BYTES = 64
@@ -67,14 +69,25 @@ class Wire:
 
 
 def packing_facts(root: Path) -> dict[str, Any]:
-    """The protocol's messages, and the buckets that the stream above becomes."""
-    folder = root / "vllm" / "distributed" / "weight_transfer"
-    common, engine = folder / "nccl_common.py", folder / "nccl_engine.py"
+    """The protocol's messages, the buckets that the stream above becomes, and what the sender has to do since vLLM does not."""
+    distributed = root / "vllm" / "distributed"
+    folder = distributed / "weight_transfer"
+    common, engine, packed = folder / "nccl_common.py", folder / "nccl_engine.py", folder / "packed_tensor.py"
+    pynccl = distributed / "device_communicators" / "pynccl.py"
+    loop = "".join(ast.unparse(definition(packed, name)) for name in ("packed_nccl_broadcast_producer", "pack_tensors"))
     return {
         "init_fields": all_fields(common, "NCCLWeightTransferInitInfo"),
+        "init_required": required_fields(common, "NCCLWeightTransferInitInfo"),
         "update_fields": all_fields(engine, "NCCLWeightTransferUpdateInfo"),
-        "trainer_init": signature(common, "trainer_init"),
-        "producer": signature(folder / "packed_tensor.py", "packed_nccl_broadcast_producer"),
+        "update_required": required_fields(engine, "NCCLWeightTransferUpdateInfo"),
+        "group_required": required_fields(distributed / "utils.py", "StatelessProcessGroup"),
+        "communicator": signature(pynccl, "PyNcclCommunicator.__init__"),
+        "producer": signature(packed, "packed_nccl_broadcast_producer"),
+        "producer_sha256": hashlib.sha256(loop.encode()).hexdigest(),
+        "broadcast_is_silent_when_disabled": "if self.disabled:\n        return"
+        in ast.unparse(definition(pynccl, "PyNcclCommunicator.broadcast")),
+        "joining_destroys": "shutdown" in ast.unparse(definition(engine, "NCCLWeightTransferEngine.init_transfer_engine")),
+        "shutdown_destroys": ".destroy()" in ast.unparse(definition(engine, "NCCLWeightTransferEngine.shutdown")),
         "bucket_bytes": BUCKET_BYTES,
         "buckets_of_the_stream": [len(bucket) for bucket in _send(root)[0].sent],
     }
@@ -83,7 +96,7 @@ def packing_facts(root: Path) -> dict[str, Any]:
 def what_is_not_received(root: Path, facts: Mapping[str, Any]) -> list[str]:
     """Send the stream by the program's sender, receive it by vLLM's consumer as the announcement says; what differs."""
     wire, announcement, module = _send(root)
-    problems = unknown_fields(facts)
+    problems = misfits(facts)
     entries = zip(announcement["names"], announcement["dtype_names"], announcement["shapes"], strict=True)
     expected = ((name, (shape, getattr(torch, dtype))) for name, dtype, shape in entries)
     received: list[tuple[str, torch.Tensor]] = []
@@ -104,15 +117,25 @@ def what_is_not_received(root: Path, facts: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def unknown_fields(facts: Mapping[str, Any]) -> list[str]:
-    """Fields of the sender's two messages that vLLM's dataclasses do not have."""
+def misfits(facts: Mapping[str, Any]) -> list[str]:
+    """Fields of the sender's two messages that vLLM's dataclasses do not have, or have in addition and demand; its calls."""
     sender = NcclSender("127.0.0.1", bucket_bytes=BUCKET_BYTES)
     place = ("master_address", "master_port", "world_size", "rank_offset")
-    init = {*place, *sender._protocol()} - set(facts["init_fields"])
-    update = set(sender.announcement(STREAM, 1)) - set(facts["update_fields"])
-    return [
-        f"{what} has no field {name}" for what, names in (("init_info", init), ("update_info", update)) for name in sorted(names)
-    ]
+    sent = {"init": {*place, *sender._protocol()}, "update": set(sender.announcement(STREAM, 1))}
+    problems = []
+    for message, names in sent.items():
+        problems += [f"{message}_info has no field {name}" for name in sorted(names - set(facts[f"{message}_fields"]))]
+        problems += [f"{message}_info demands a field {name}" for name in facts[f"{message}_required"] if name not in names]
+    takes = {name.rstrip("=") for name in facts["producer"]}
+    given = {"iterator", "group", "src", "post_iter_func", "buffer_size_bytes", "num_buffers"}
+    problems += [f"vLLM's producer takes no {name}" for name in sorted(given - takes)]
+    if facts["communicator"][:3] != ["self", "group", "device"]:
+        problems.append(f"PyNcclCommunicator takes {facts['communicator']}, the sender gives group and device")
+    if sorted(facts["group_required"]) != ["rank", "store", "world_size"]:
+        problems.append(f"StatelessProcessGroup demands {facts['group_required']}, the sender gives rank, world_size and store")
+    if not facts["shutdown_destroys"]:
+        problems.append("vLLM's worker does not destroy its communicator when it is told to leave a group")
+    return problems
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

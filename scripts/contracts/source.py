@@ -91,6 +91,16 @@ def all_fields(file: Path, name: str) -> dict[str, str]:
     return {k: v for fields in (*inherited, fields_of(file, name)) for k, v in fields.items()}
 
 
+def required_fields(file: Path, name: str) -> list[str]:
+    """Names of a dataclass' fields without a default, those of bases in the same file first."""
+    node = definition(file, name)
+    assert isinstance(node, ast.ClassDef)
+    local = {n.name for n in tree_of(file).body if isinstance(n, ast.ClassDef)}
+    inherited = [required_fields(file, base.id) for base in node.bases if isinstance(base, ast.Name) and base.id in local]
+    own = [n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name) and n.value is None]
+    return [name for names in (*inherited, own) for name in names]
+
+
 def signature(file: Path, name: str) -> list[str]:
     """Names of a function's arguments; those with a default end in "="."""
     node = definition(file, name)

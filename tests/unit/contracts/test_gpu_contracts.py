@@ -5,12 +5,10 @@ downloads them (450 MB; into $GPU_CONTRACTS_CACHE if it is set).
 """
 
 import copy
-import json
 import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,11 +17,8 @@ from megatron_rl.inference.vllm.server import server_command
 from megatron_rl.wire.tensor_spec import DTYPE_BYTES
 from scripts.contracts import answers, imports, megatron, packing, program, quantisation, serving, te_models
 from scripts.contracts.facts_file import differences
-from scripts.contracts.wheels import pinned_versions
-
-ROOT = Path(__file__).parents[3]
-FACTS = json.loads((ROOT / "tests" / "data" / "gpu_contracts.json").read_text())
-DERIVE = "run `.venv/bin/python scripts/gpu_contracts.py --cache DIR`"
+from scripts.contracts.wheels import ROOT, pinned_versions
+from tests.unit.contracts.kept import DERIVE, FACTS, cache_folder
 
 
 def test_the_facts_are_of_the_pinned_versions():
@@ -81,7 +76,7 @@ def test_a_pause_drops_the_keys_of_the_requests_that_it_keeps():
 
 def test_the_announcement_is_cut_as_vllms_packer_cuts_the_stream():
     facts = FACTS["vllm"]["packed"]
-    assert packing.unknown_fields(facts) == []
+    assert packing.misfits(facts) == []
     sender = NcclSender("127.0.0.1", bucket_bytes=facts["bucket_bytes"])
     message = sender.announcement(packing.STREAM, 1)
     buckets, size = [], 0
@@ -142,8 +137,7 @@ def test_what_changed_is_named():
 
 @pytest.mark.slow
 def test_the_pinned_packages_still_say_so(tmp_path):
-    cache = os.environ.get("GPU_CONTRACTS_CACHE", str(tmp_path))
-    command = [sys.executable, str(ROOT / "scripts" / "gpu_contracts.py"), "--cache", cache, "--check"]
+    command = [sys.executable, str(ROOT / "scripts" / "gpu_contracts.py"), "--cache", str(cache_folder(tmp_path)), "--check"]
     result = subprocess.run(
         command, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, cwd=ROOT
     )
