@@ -17,7 +17,7 @@ def environment_of_a_server(tmp_path, **run) -> dict[str, str]:
     }
     config = Config.model_validate(sections)
     plan = local_plan(config, ["0", "1"] if config.device == "cuda" else [])
-    return dict(server_process(config, RunFolder(tmp_path), plan, 0, "127.0.0.1", 8000, 0, "key").env)
+    return dict(server_process(config, RunFolder(tmp_path), plan, 0, "127.0.0.1", 8000, 0, "key", has_moe_layers=True).env)
 
 
 @pytest.mark.parametrize(
