@@ -20,7 +20,7 @@ if (($# > 0)); then
     tests "$@"
 else
     bash scripts/lint.sh || status=$?
-    side_by_side tests/architecture tests/unit
+    side_by_side tests/architecture tests/unit tests/contracts
     tests tests/distributed tests/e2e tests/gpu
 fi
 exit "$status"

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.inference.vllm.nccl import NcclSender
 from scripts.contracts import packing
-from tests.unit.contracts.kept import FACTS, downloaded
+from tests.contracts.kept import FACTS, downloaded
 from tests.unit.inference import fake_streams
 from tests.unit.inference.vllm import fake_nccl
 from tests.unit.inference.vllm.fake_nccl import Communicator, Server

@@ -18,7 +18,7 @@ from megatron_rl.wire.tensor_spec import DTYPE_BYTES
 from scripts.contracts import answers, imports, megatron, packing, program, quantisation, serving, te_models
 from scripts.contracts.facts_file import differences
 from scripts.contracts.wheels import ROOT, pinned_versions
-from tests.unit.contracts.kept import DERIVE, FACTS, cache_folder
+from tests.contracts.kept import DERIVE, FACTS, cache_folder
 
 
 def test_the_facts_are_of_the_pinned_versions():
