@@ -13,14 +13,16 @@ venv=${VENV:-.venv}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 status=0
 tests() { "$venv/bin/python" -m pytest --durations=25 --durations-min=1 "$@" || status=$?; }
-# One process of tests for each core; what they test starts none that would compete, so they run side by side.
-side_by_side() { tests --numprocesses "$(nproc)" --dist worksteal "$@"; }
+# Two processes of tests: unit tests start few processes that would compete, and the end-to-end tests wait half of their time for
+# one process that imports. More than two whole runs at once need more than 24 GiB.
+side_by_side() { tests --numprocesses 2 "$@"; }
 
 if (($# > 0)); then
     tests "$@"
 else
     bash scripts/lint.sh || status=$?
-    side_by_side tests/architecture tests/unit tests/contracts
-    tests tests/distributed tests/e2e tests/gpu
+    side_by_side --dist worksteal tests/architecture tests/unit tests/contracts
+    side_by_side --dist loadfile tests/e2e
+    tests tests/distributed tests/gpu
 fi
 exit "$status"

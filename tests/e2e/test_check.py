@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from megatron_rl.config import load_config
 from megatron_rl.conversion.model_files import hf_config_of
 from megatron_rl.engine.rank_pool import RankPool
+from megatron_rl.launch.cli import app
 from megatron_rl.preflight.check import run_stages
 from megatron_rl.preflight.preparation import make_subject, small_run
 
@@ -75,5 +77,5 @@ def test_an_injected_fault_fails_in_its_stage(checked, fault, stages):
     ],
 )
 def test_what_cannot_be_checked_is_refused_before_any_work(words, expected):
-    done = check("--no-server", *words)
-    assert done.returncode == 2 and expected in done.stderr, done.stdout + done.stderr
+    done = CliRunner().invoke(app, ["check", str(CONFIG), "--no-server", *words])
+    assert done.exit_code == 2 and expected in done.stderr, done.output

@@ -188,13 +188,14 @@ def test_a_server_that_does_not_join_costs_itself_not_the_fleet(vllm_parts, faul
     bad = servers[1]
     bad.is_dead, bad.refuses = fault == "dead", fault == "refuses"
     bad.hangs = {"hangs": 2, "hangs in part": 1}.get(fault, 0)
-    sender = NcclSender("127.0.0.1", bucket_bytes=600, timeout_s=20, join_timeout_s=1)
+    # The good servers have to join within the limit, on a busy machine too; only a server that hangs makes the sender wait for it.
+    limit = 5 if bad.hangs else 60
+    sender = NcclSender("127.0.0.1", bucket_bytes=600, timeout_s=20, join_timeout_s=limit)
     failures = sender.connect(servers)
     bad.released.set()
     assert set(failures) == {"b"}, failures
-    assert {"dead": "ConnectError", "refuses": "out of memory"}.get(fault, "not all of its workers came within 1 s") in failures[
-        "b"
-    ]
+    reasons = {"dead": "ConnectError", "refuses": "out of memory"}
+    assert reasons.get(fault, f"not all of its workers came within {limit} s") in failures["b"]
     assert [communicator.world_size for communicator in Communicator.made] == [3]
     assert servers[0].groups == servers[2].groups == 1
 
