@@ -188,7 +188,7 @@ def test_a_server_that_does_not_join_costs_itself_not_the_fleet(vllm_parts, faul
     bad = servers[1]
     bad.is_dead, bad.refuses = fault == "dead", fault == "refuses"
     bad.hangs = {"hangs": 2, "hangs in part": 1}.get(fault, 0)
-    # The good servers have to join within the limit, on a busy machine too; only a server that hangs makes the sender wait for it.
+    # The good servers have to join within the limit on a busy machine too; only one that hangs is waited for.
     limit = 5 if bad.hangs else 60
     sender = NcclSender("127.0.0.1", bucket_bytes=600, timeout_s=20, join_timeout_s=limit)
     failures = sender.connect(servers)
