@@ -5,7 +5,8 @@
 #   bash scripts/lock.sh 3.11
 #   bash scripts/lock.sh 3.12 --upgrade          # newest versions instead
 #   bash scripts/lock.sh gpu                     # scripts/locks/gpu-py3.12.txt, for setup.sh --gpu; needs no GPU
-#   bash scripts/lock.sh gpu --verify --download # writes nothing: is it a closure, and does each file say what the lock says?
+#   bash scripts/lock.sh gpu --verify            # writes nothing: is it a closure?
+#   bash scripts/lock.sh gpu --verify --download FOLDER   # and does each file of it say what the lock says? 9 GB
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,5 +20,5 @@ python=$(bash scripts/find_python.sh "$version") || { echo "lock: error: no Pyth
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 "$python" -m venv "$scratch/venv"
-if [[ $resolver == *gpu* ]]; then "$scratch/venv/bin/python" -m pip --quiet --disable-pip-version-check install uv packaging; fi
+if [[ $resolver == *gpu* ]]; then "$scratch/venv/bin/python" -m pip --quiet --disable-pip-version-check install uv --requirement scripts/locks/gpu.in; fi
 "$scratch/venv/bin/python" "$resolver" "${@:2}"

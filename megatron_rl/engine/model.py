@@ -26,6 +26,7 @@ from megatron_rl.engine.architecture_settings import (
     yarn_attributes,
 )
 from megatron_rl.engine.attention import PackedAttention
+from megatron_rl.engine.deterministic_attention import check_deterministic_attention, has_flash_attention
 from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.latent_attention import DOWN_PROJECTIONS, ReplicatedLinear, accept_plain_queries, accept_replicated_linear
@@ -108,7 +109,7 @@ class Backend:
             name: importlib.util.find_spec(name) is not None for name in ("transformer_engine", "fused_weight_gradient_mlp_cuda")
         }
         if not found["transformer_engine"]:
-            raise UnsupportedModelError("training on a GPU needs Transformer Engine: pip install megatron-rl[gpu]")
+            raise UnsupportedModelError("training on a GPU needs Transformer Engine; `bash scripts/setup.sh --gpu` installs it")
         return cls(transformer_engine=True, apex_gradient_fusion=found["fused_weight_gradient_mlp_cuda"])
 
     @property
@@ -240,6 +241,9 @@ def build_chunks(
         UnsupportedModelError: Megatron-Core cannot train this model at this layout on this machine.
     """
     settings = transformer_config(model, config, backend)
+    if groups.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(groups.device)
+        check_deterministic_attention(config, model, capability, has_flash_attention=has_flash_attention())
     if groups.rank == 0:
         logger.info("%s", backend.describe())
         if model.num_mtp_layers:

@@ -7,11 +7,15 @@ python -m megatron_rl.launch.prepare CONFIG_TOML                 only checks and
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import Config, RunFolder, load_config
 from megatron_rl.conversion.run_model import checked_hf_config, describe_model, write_run_model
+from megatron_rl.engine.deterministic_attention import check_deterministic_attention, has_flash_attention
 from megatron_rl.errors import UserError
 from megatron_rl.launch.error_report import USER_ERROR, disk_fault
+from megatron_rl.processes.gpus import GpuQueryError, query_gpus
+from megatron_rl.weight_mapping import ParameterTable
 
 
 def prepare(config: Config, run: RunFolder | None) -> dict[str, object]:
@@ -29,9 +33,24 @@ def prepare(config: Config, run: RunFolder | None) -> dict[str, object]:
     """
     hf_config = checked_hf_config(config)
     described = describe_model(hf_config, config)
+    _check_attention_of_these_gpus(config, hf_config)
     if run is not None:
         write_run_model(run, config, hf_config)
     return described
+
+
+def _check_attention_of_these_gpus(config: Config, hf_config: dict[str, Any]) -> None:
+    """As each rank does when it starts, but before the run has a folder. A machine without GPUs, a login node, cannot tell."""
+    if config.device == "cpu":
+        return
+    try:
+        capabilities = {gpu.compute_capability for gpu in query_gpus()}
+    except GpuQueryError:
+        return
+    for capability in sorted(capabilities):
+        check_deterministic_attention(
+            config, ParameterTable(hf_config).architecture, capability, has_flash_attention=has_flash_attention()
+        )
 
 
 def main(arguments: list[str]) -> int:

@@ -29,7 +29,7 @@ def values_of(plan: ParallelismPlan, config: Config) -> dict[str, dict[str, obje
     others = [argument for argument in config.servers.extra_arguments if argument != _EXPERT_PARALLEL]
     arguments = [*others, _EXPERT_PARALLEL] if plan.server.expert > 1 else others
     c, layout = plan.trainer.candidate, plan.trainer.candidate.layout
-    return {
+    values: dict[str, dict[str, object]] = {
         "servers": {
             "count": plan.servers,
             "tensor": plan.server.tensor,
@@ -49,6 +49,20 @@ def values_of(plan: ParallelismPlan, config: Config) -> dict[str, dict[str, obje
         },
         "trainer": {"max_tokens_per_microbatch": c.microbatch_tokens, "recompute": c.recompute},
     }
+    if "slurm" in config.model_fields_set:
+        values |= {f"slurm.{role}": {"nodes": nodes} for role, nodes in _nodes(plan, config).items() if nodes}
+    return values
+
+
+def _nodes(plan: ParallelismPlan, config: Config) -> dict[str, int]:
+    """The fewest nodes of each role: with as many ranks on each, with whole servers. 0 for nodes without GPUs."""
+    ranks, width, roles = plan.trainer.candidate.layout.world_size, plan.server.tensor, config.slurm
+    trainer, rollouts = roles.trainer.gpus_per_node, roles.rollouts.gpus_per_node
+    if not trainer or not rollouts:
+        return {"trainer": 0, "rollouts": 0}
+    of_trainer = next(nodes for nodes in range(-(-ranks // trainer), ranks + 1) if ranks % nodes == 0)
+    together = rollouts // width
+    return {"trainer": of_trainer, "rollouts": -(-plan.servers // together) if together else plan.servers * -(-width // rollouts)}
 
 
 def write_choice(file: Path, plan: ParallelismPlan, *, longest_sequence: int | None = None) -> Config:

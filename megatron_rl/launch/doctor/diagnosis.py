@@ -9,7 +9,7 @@ from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.builds import Builds, check_builds, installed_builds
 from megatron_rl.launch.doctor.facts import Fact, fp4_fact, fused_facts, gpu_facts, machine_facts, software_facts
-from megatron_rl.orchestrator import local_plan
+from megatron_rl.orchestrator import gpus_of_run, local_plan
 from megatron_rl.processes import Assignment
 from megatron_rl.processes.gpus import Gpu, GpuQueryError, Runner, named_devices, query_gpus, run_program
 
@@ -101,7 +101,10 @@ def _gpu_obstacles(config: Config, gpus: Sequence[Gpu], reason: str) -> list[str
         return []
     if not gpus:
         why = reason or "nvidia-smi lists none"
-        return [f"run.device is cuda, and no GPU was found: {why}; set run.device = 'cpu', or use a machine with GPUs"]
+        return [
+            f"run.device is cuda, and no GPU was found, where the run needs {gpus_of_run(config)}: {why}; set run.device = 'cpu', "
+            "or use a machine with GPUs"
+        ]
     if config.precision.training == "native" and not all(gpu.has_fp4 for gpu in gpus):
         return [f"precision.training = 'native': {fp4_fact(tuple(gpus)).reason}; set precision.training = 'qat'"]
     return []

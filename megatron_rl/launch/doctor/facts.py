@@ -134,7 +134,8 @@ def _vllm(builds: Builds) -> Fact:
 def _transformer_engine(builds: Builds) -> Fact:
     core = package_version("transformer-engine")
     if builds.transformer_engine is None:
-        return Fact("Transformer Engine", None, f"its Python part is {core}, the compiled torch part is missing" if core else "")
+        lacking = f"its Python part is {core}, the compiled torch part is missing" if core else "training on GPUs needs it"
+        return Fact("Transformer Engine", None, lacking)
     if not _importable("transformer_engine_torch"):
         return Fact("Transformer Engine", None, "transformer-engine-torch is installed, but its compiled module is missing")
     return Fact("Transformer Engine", builds.transformer_engine)

@@ -49,3 +49,15 @@ def test_servers_with_expert_parallelism_get_vllms_argument() -> None:
     plan = balance(counts_of("Qwen3-235B-A22B"), workload_of(config), machine_named("h200"), 160, 8, keep=1).plans[0]
     assert plan.server.expert > 1
     assert values_of(plan, config)["servers"]["extra_arguments"] == ["--enable-expert-parallel"]
+
+
+def test_the_nodes_of_a_file_that_has_some_follow_the_plan() -> None:
+    """24 trainer GPUs are 3 nodes of 8; on nodes of 16 they are 2 with 12 each."""
+    file = ROOT / "model_configs" / "mixtral-8x7b.toml"
+    plan = balance(counts_of("Mixtral-8x7B"), workload_of(load_config(file)), machine_named("h200"), 40, 8, keep=1).plans[0]
+    assert plan.trainer.candidate.layout.world_size == 24
+    for per_node, nodes in ((8, 3), (16, 2)):
+        config = load_config(file, ["--slurm.trainer.gpus_per_node", str(per_node)])
+        assert values_of(plan, config)["slurm.trainer"] == {"nodes": nodes}
+    without = load_config(ROOT / "model_configs" / "tiny-moe-cpu.toml")
+    assert not any(section.startswith("slurm") for section in values_of(plan, without))  # nodes without GPUs
