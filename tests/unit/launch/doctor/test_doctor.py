@@ -113,7 +113,7 @@ def test_without_a_driver_everything_has_a_reason():
     assert fact(found, "torch") == (None, "bash scripts/setup.sh installs it")
     assert any(line.startswith("NVLink") and "not found (nvidia-smi" in line for line in found.lines())
     gpu_run = diagnose(config_of("--run.device", "cuda"), no_driver, GPU_BUILDS)
-    assert [o.partition(":")[0] for o in gpu_run.obstacles] == ["run.device is cuda, and no GPU was found"]
+    assert [o.partition(":")[0] for o in gpu_run.obstacles] == ["run.device is cuda, and no GPU was found, where the run needs 3"]
 
 
 @pytest.mark.parametrize(
