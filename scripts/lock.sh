@@ -6,7 +6,7 @@
 #   bash scripts/lock.sh 3.12 --upgrade          # newest versions instead
 #   bash scripts/lock.sh gpu                     # scripts/locks/gpu-py3.12.txt, for setup.sh --gpu; needs no GPU
 #   bash scripts/lock.sh gpu --verify            # writes nothing: is it a closure?
-#   bash scripts/lock.sh gpu --verify --download FOLDER   # and does each file of it say what the lock says? 9 GB
+#   bash scripts/lock.sh gpu --verify --download FOLDER   # and does each file of it say what the lock says? 4.4 GB
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -52,6 +52,11 @@ choose_python() {
         lock=scripts/locks/gpu-py3.12.txt
         [[ $version == 3.12 ]] || fail "\`$python\` is Python $version; the GPU packages need 3.12." \
             "Name one: PYTHON=/path/to/python3.12 bash scripts/setup.sh --gpu"
+        # `scripts/lock.sh gpu --verify --download` prints what the wheels need; with an older one pip would compile Rust instead.
+        local glibc
+        glibc=$(getconf GNU_LIBC_VERSION | cut -d' ' -f2)
+        [[ $(printf '2.34\n%s\n' "$glibc" | sort -V | head -n 1) == 2.34 ]] || fail "glibc is $glibc; the GPU packages need 2.34." \
+            "Ubuntu 22.04, Debian 12 and RHEL 9 have it, and so has a container of one of them."
         # transformer-engine-torch is compiled; found out now and not after ten minutes of downloads.
         command -v "${CUDA_HOME:+$CUDA_HOME/bin/}nvcc" >/dev/null || [[ -x /usr/local/cuda/bin/nvcc ]] ||
             fail "nvcc is not there (looked at CUDA_HOME, PATH, /usr/local/cuda): Transformer Engine's torch part is compiled with it." \

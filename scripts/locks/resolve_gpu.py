@@ -2,8 +2,8 @@
 
 uv resolves for Linux on x86_64 and Python 3.12 without installing, so a machine without a GPU can do it. `--verify` has uv
 resolve the lock itself, which has to give the lock again. `--verify --download FOLDER` also has pip download each file that the
-lock names as for that machine (9 GB, kept in FOLDER; nothing is installed), and checks what each says of itself: version, Python,
-dependencies, and of the source packages what they need to be built.
+lock names as for that machine (4.4 GB, kept in FOLDER; nothing is installed), and checks what each says of itself: version,
+Python, dependencies, and of the source packages what they need to be built.
 """
 
 import argparse
@@ -38,7 +38,7 @@ SOURCE_PACKAGES = ("cellpylib", "pycosat", "zss")
 """Have no wheel on PyPI either, and need no torch: pip builds each in an environment of its own. pycosat needs a C compiler."""
 
 GLIBC = (2, 35)
-"""The oldest that the lock is for: Ubuntu 22.04's. scripts/setup.sh asks for what the wheels need."""
+"""Of the machine that pip downloads for: Ubuntu 22.04's. `needed_glibc` is what scripts/setup.sh asks for."""
 
 ENVIRONMENT = {
     "implementation_name": "cpython", "os_name": "posix", "platform_machine": "x86_64",

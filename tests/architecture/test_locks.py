@@ -1,9 +1,12 @@
 """The lock files satisfy pyproject.toml: fails when a dependency was added without `bash scripts/lock.sh`."""
 
 import ast
+import importlib.util
 import re
 import tomllib
+import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
@@ -73,3 +76,50 @@ def test_the_torch_of_the_documentation_is_the_gpu_locks(name: str) -> None:
     """Transformer Engine would be compiled against the one and run with the other."""
     found = re.findall(r"\btorch(?:==| )(\d+\.\d+(?:\.\d+)*)", (REPOSITORY / name).read_text())
     assert found and set(found) == {read(GPU_LOCK)["torch"]}
+
+
+@pytest.fixture(scope="module")
+def resolve_gpu() -> ModuleType:
+    """The script, which is no module of the package."""
+    spec = importlib.util.spec_from_file_location("resolve_gpu", REPOSITORY / "scripts" / "locks" / "resolve_gpu.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_wheel(folder: Path, name: str, version: str, *lines: str, platform: str = "any") -> None:
+    metadata = "\n".join(["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *lines, "", ""])
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-{platform}.whl", "w") as archive:
+        archive.writestr(f"{name}-{version}.dist-info/METADATA", metadata)
+
+
+@pytest.mark.parametrize(
+    ("lines", "faults"),
+    [
+        (["Requires-Dist: b<3,>=2", "Requires-Python: >=3.9"], []),
+        (["Requires-Dist: b>=3"], ["a: needs b>=3, and the lock has 2.0"]),
+        (["Requires-Dist: c"], ["a: needs c, and the lock has None"]),
+        (["Requires-Dist: c; sys_platform == 'win32'", "Requires-Dist: c; extra == 'all'"], []),
+        (["Requires-Python: >=3.13"], ["a: needs Python >=3.13"]),
+    ],
+)
+def test_files_are_compared_with_the_gpu_lock(resolve_gpu, tmp_path: Path, lines: list[str], faults: list[str]) -> None:
+    make_wheel(tmp_path, "a", "1.0", *lines, platform="manylinux_2_34_x86_64")
+    make_wheel(tmp_path, "b", "2.0", platform="manylinux_2_17_x86_64.manylinux2014_x86_64")
+    assert resolve_gpu.file_faults({"a": "1.0", "b": "2.0"}, tmp_path) == faults
+    assert resolve_gpu.needed_glibc(tmp_path) == (2, 34)
+
+
+def test_a_file_of_another_version_or_none_at_all_is_a_fault(resolve_gpu, tmp_path: Path) -> None:
+    make_wheel(tmp_path, "a", "1.1")
+    make_wheel(tmp_path, "b", "2.0")
+    assert resolve_gpu.file_faults({"a": "1.0", "c": "3.0"}, tmp_path) == [
+        "a: the file is of version 1.1, the lock has 1.0", "b: the file is of version 2.0, the lock has None",
+        "c: not downloaded", "b: downloaded, and not in the lock",
+    ]  # fmt: skip
+
+
+def test_setup_asks_for_the_glibc_that_the_documentation_names() -> None:
+    setup, page = ((REPOSITORY / name).read_text() for name in ("scripts/setup.sh", "docs/gpus.md"))
+    (needed,) = set(re.findall(r"glibc; the GPU packages need (\d+\.\d+)", setup))
+    assert f"glibc {needed} or newer" in page and f"== {needed} ]]" in setup
