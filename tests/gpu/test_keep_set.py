@@ -38,14 +38,16 @@ def route(request, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sets_on_cpu", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_values_and_gradients_are_the_references(dtype, sets_on_cpu, fused, route):
+def test_values_and_gradients_are_the_references(dtype, sets_on_cpu, fused, route, report):
     case = make_case(
         1, dtype=dtype, num_tokens=96, vocab_size=400, num_rows=408, width=200, full=0.2, sizes=(1, 1, 2, 9, 60, 300)
     )
     got, wanted = run(case, sets_on_cpu=sets_on_cpu, fused=fused), reference(case, with_entropy=True)
     for name, tensor in got.items():
         tolerance = (GRADIENT_TOLERANCE if name.startswith("d_") else VALUE_TOLERANCE)[dtype]
-        assert relative_difference(tensor, wanted[name]) < tolerance, name
+        difference = relative_difference(tensor, wanted[name])
+        report(**{f"{name}, {str(dtype).removeprefix('torch.')}": float(difference)})
+        assert difference < tolerance, name
 
 
 def test_same_inputs_same_bits(route):

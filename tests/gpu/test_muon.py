@@ -42,11 +42,13 @@ def weights_after(device: str, dtype: torch.dtype, group: dist.ProcessGroup) -> 
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_the_gpu_steps_like_the_cpu(dtype: torch.dtype, group, monkeypatch) -> None:
+def test_the_gpu_steps_like_the_cpu(dtype: torch.dtype, group, monkeypatch, report) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     wanted = weights_after("cpu", torch.float32, group)
     for found, weight in zip(weights_after("cuda", dtype, group), wanted, strict=True):
-        assert (found - weight).norm() / weight.norm() < TOLERANCE[dtype]
+        difference = ((found - weight).norm() / weight.norm()).item()
+        report(**{f"update, {str(dtype).removeprefix('torch.')}": difference})
+        assert difference < TOLERANCE[dtype]
 
 
 def test_the_gpu_repeats_itself_to_the_bit(group) -> None:
