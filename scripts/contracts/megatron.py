@@ -16,7 +16,7 @@ from .wheels import ROOT, SOURCE_PACKAGE
 
 
 def megatron_facts(roots: Mapping[str, Path]) -> dict[str, Any]:
-    """Types of the fields; parameters of the small models; whether the optimizer library has what Megatron imports from it."""
+    """Types of the fields; whether the optimizer library has what Megatron imports from it."""
     core = roots["megatron-core"] / "megatron" / "core"
     fields = all_fields(core / "model_parallel_config.py", "ModelParallelConfig")
     for name in ("TransformerConfig", "MLATransformerConfig"):
@@ -24,7 +24,6 @@ def megatron_facts(roots: Mapping[str, Path]) -> dict[str, Any]:
     return {
         "TransformerConfig": {name: fields.get(name) for name in transformer_settings()},
         "emerging_optimizers": _of_the_optimizer_library(core, roots["emerging-optimizers"]),
-        "with_transformer_engine": _models(roots),
     }
 
 
@@ -45,13 +44,18 @@ def _of_the_optimizer_library(core: Path, library: Path) -> dict[str, bool]:
     return {line: found_in(library, line) is not False for line in sorted(lines)}
 
 
-def _models(roots: Mapping[str, Path]) -> dict[str, Any]:
+def run_over_mocked_engine(program: str, roots: Mapping[str, Path]) -> dict[str, Any]:
+    """What a program of this folder prints; its process has Megatron-Core over Transformer Engine's Python.
+
+    Raises:
+        ChangedSourceError: It ended with an error.
+    """
     paths = (roots["megatron-core"], roots["transformer-engine"], ROOT)
     result = subprocess.run(
-        [sys.executable, "-m", "scripts.contracts.te_models", str(roots[SOURCE_PACKAGE])],
+        [sys.executable, "-m", f"scripts.contracts.{program}", str(roots[SOURCE_PACKAGE])],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if result.returncode:
-        raise ChangedSourceError(f"Megatron-Core's modules over Transformer Engine cannot be built: {result.stderr[-2000:]}")
+        raise ChangedSourceError(f"Megatron-Core over Transformer Engine's modules, {program}: {result.stderr.strip()[-600:]}")
     return json.loads(result.stdout.splitlines()[-1])
