@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rl.batching import alignment_of
 from megatron_rl.config import Config
+from megatron_rl.engine import deterministic_attention
 from megatron_rl.engine.deterministic_attention import MAX_SCORES, check_deterministic_attention, largest_scores
 from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.launch import prepare as preparation
@@ -66,6 +67,18 @@ def test_no_microbatch_has_more_scores(tp, cp, most):
         padding = int(alignment.total > 1)
         each = [(1 + (most - s) // 2 + padding) * (16 // tp) * alignment.padded(s) ** 2 for s in range(1, longest + 1)]
         assert largest_scores(config, model) == max(each)
+
+
+@pytest.mark.parametrize(("hf_config", "capability"), [(QWEN, HOPPER), (GPT_OSS, BLACKWELL)])
+def test_a_microbatch_of_exactly_that_many_scores_is_refused(monkeypatch, hf_config, capability):
+    """As by Transformer Engine: >=."""
+    config = run_of(300, 4096)
+    scores = largest_scores(config, ParameterTable(hf_config).architecture)
+    monkeypatch.setattr(deterministic_attention, "MAX_SCORES", scores + 1)
+    check(config, hf_config, capability)
+    monkeypatch.setattr(deterministic_attention, "MAX_SCORES", scores)
+    with pytest.raises(UnsupportedModelError):
+        check(config, hf_config, capability)
 
 
 def smallest_refused(hf_config: dict, capability: tuple[int, int]) -> int | None:
