@@ -29,9 +29,9 @@ from torch import Tensor
 
 from megatron_rl.config import Config, load_config
 from megatron_rl.conversion import random_hf_tensors
-from megatron_rl.engine import build_engine, quantisation, start_process
+from megatron_rl.engine import build_engine, start_process
 from megatron_rl.objective import PolicyLoss
-from megatron_rl.precision import Selection, fake_quantise, selection_of
+from megatron_rl.precision import Selection, fake_quantise, kernels, selection_of
 from megatron_rl.trainer.publisher import PolicySource
 from megatron_rl.weight_mapping import ParameterTable
 from megatron_rl.wire.tensor_spec import TensorSpec
@@ -67,7 +67,7 @@ class Quantising:
 def steps(engines: dict, config: Config, table: ParameterTable, num_tokens: int, repeats: int) -> dict[str, float]:
     """Median seconds of a step with full-precision and with quantised weights, and of the quantisation in the latter."""
     microbatches, denominators = random_microbatches(config, table, num_tokens)
-    quantising = quantisation.fake_quantise
+    quantising = kernels.fake_quantise
     seconds: dict[str, list[float]] = {arm: [] for arm in (*engines, "quantising")}
     for step in range(repeats + 1):
         for arm, engine in engines.items():
@@ -119,7 +119,7 @@ def measure(config: Config, tokens: list[int], repeats: int) -> dict:
         )
     with TemporaryDirectory() as folder:
         groups = start_process(config, 0, store=dist.FileStore(f"{folder}/store", 1))
-        quantisation.fake_quantise = Quantising()
+        kernels.fake_quantise = Quantising()
         arms = {"full": {"training": "full", "rollouts": "full"}, "nvfp4": {"training": "qat", "rollouts": "nvfp4"}}
         engines = {
             arm: build_engine(

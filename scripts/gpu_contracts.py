@@ -92,6 +92,7 @@ def derive(versions: dict[str, str], roots: dict[str, Path]) -> tuple[dict[str, 
     part("quantisation", lambda: quantisation.quantisation_facts(*quantised), quantisation.differences)
     part("megatron / *", lambda: megatron.megatron_facts(roots), megatron.missing_in)
     part("megatron / with_transformer_engine", lambda: megatron.run_over_mocked_engine("te_models", roots))
+    part("nvfp4", lambda: megatron.run_over_mocked_engine("te_fp4", roots), lambda found: found["problems"])
     part("build", lambda: build_facts(roots[SOURCE_PACKAGE]))
     return facts, problems, failures
 

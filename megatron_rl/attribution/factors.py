@@ -122,7 +122,7 @@ def _quantisation(config: Config) -> Factor:
     if p.training == "full" and p.rollouts == "full":
         return Factor("quantisation off", reason="neither training nor rollouts are quantised")
     off = p.training != "full"
-    change = {"training": "full", "activations": "full", "rollouts": "full"} if off else {"training": "qat"}
+    change = {"training": "full", "activations": "full", "rollouts": "full", "backward": "full"} if off else {"training": "qat"}
     return Factor(f"quantisation {'off' if off else 'on'} in training", config=config.with_values({"precision": change}))
 
 

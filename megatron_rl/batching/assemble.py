@@ -67,7 +67,7 @@ def _packing(lengths: Sequence[int], layout: Layout, coords: RankCoords, options
 
 
 def _collate(members: Sequence[Member], step: int, layout: Layout, coords: RankCoords, options: AssemblyOptions) -> Microbatch:
-    collated = collate(members, step, alignment_of(layout, options.sequence_parallel), options)
+    collated = collate(members, step, alignment_of(layout, options.sequence_parallel, options.rank_multiple), options)
     shifted = shift_routes(collated, options.route_shift)
     return cut_routes(shifted, layout, coords, sequence_parallel=options.sequence_parallel)
 

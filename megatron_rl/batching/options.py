@@ -15,6 +15,8 @@ class AssemblyOptions:
     max_tokens: int
     """Packed tokens of a microbatch, alignment's padding not counted."""
     sequence_parallel: bool = False
+    rank_multiple: int = 1
+    """The positions that a rank's linear layers see are a multiple of this; see Config.rank_multiple."""
     keep_set_replay: bool = True
     """False: every loss token is normalised over the full vocabulary, whatever its recorded set."""
     routing_replay: bool = True

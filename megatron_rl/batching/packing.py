@@ -38,13 +38,19 @@ class Alignment:
         return -(-length // self.total) * self.total
 
 
-def alignment_of(layout: Layout, sequence_parallel: bool) -> Alignment:
+def alignment_of(layout: Layout, sequence_parallel: bool, rank_multiple: int = 1) -> Alignment:
     """Context parallelism cuts each segment into 2 x cp chunks.
 
     Sequence parallelism cuts each rank's part of the microbatch by tp.
+
+    Args:
+        layout: The parallelism layout.
+        sequence_parallel: Whether activations are split along the sequence over the tensor-parallel ranks.
+        rank_multiple: The positions that a rank's linear layers see are a multiple of this.
     """
     segment = 2 * layout.cp if layout.cp > 1 else 1
-    return Alignment(segment=segment, total=lcm(segment, layout.cp * layout.tp if sequence_parallel else 1))
+    ranks = layout.cp * (layout.tp if sequence_parallel else 1)
+    return Alignment(segment=segment, total=lcm(segment, ranks * rank_multiple))
 
 
 def costs_of(lengths: np.ndarray, attention_length: int = ATTENTION_LENGTH) -> np.ndarray:

@@ -350,17 +350,22 @@ class Precision(Section):
 
     training: Literal["full", "qat", "native"] = "full"
     """full: `model.dtype`. qat: forward passes use weights that were rounded to NVFP4, which are those that the servers hold with
-    rollouts = "nvfp4"; gradients pass the rounding unchanged (straight-through). native: Megatron's fp4 training with Transformer
-    Engine's NVFP4BlockScaling recipe, on Blackwell GPUs only."""
+    rollouts = "nvfp4"; gradients pass the rounding unchanged (straight-through). native: Megatron's fp4 training on Blackwell
+    GPUs: Transformer Engine's FP4 kernels multiply the servers' weights, and inputs that are rounded as servers round them
+    (W4A4)."""
     rollouts: Literal["full", "nvfp4"] = "full"
     """full: `model.dtype`. nvfp4: the servers get packed NVFP4 weights. Over NCCL they go into vLLM's NVFP4 layers; over Gloo, as
     on a CPU, the servers unpack them into `model.dtype`."""
     activations: Literal["full", "nvfp4"] = "full"
-    """full: `model.dtype`. nvfp4: with training = "qat", the inputs of quantised linear layers are rounded to NVFP4, too (W4A4);
-    gradients pass the rounding unchanged."""
+    """full: `model.dtype`. nvfp4: with training = "qat" or "native", the inputs of quantised linear layers are rounded to NVFP4,
+    too (W4A4); gradients pass the rounding unchanged. On a GPU this needs training = "native"."""
     activation_amax: Annotated[float, Field(gt=0.0)] = 256.0
     """Largest magnitude of an activation, from which the global scale of all quantised activations follows. Larger inputs are
     clipped."""
+    backward: Literal["full", "nvfp4"] = "full"
+    """With training = "native", how gradients are computed. full: by products in `model.dtype` with the values that the forward
+    pass multiplied. nvfp4: by FP4 products as in Transformer Engine's recipe, with stochastic rounding of gradients and Hadamard
+    transforms: faster, noisier, and not reproducible to the bit."""
     modules: list[Literal["attention", "mlp", "experts"]] = ["attention", "mlp", "experts"]
     """Which linear layers are quantised: those of attention, those of dense MLPs and shared experts, those of routed experts.
     Embeddings, output layer, routers and norms never are."""

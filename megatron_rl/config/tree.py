@@ -30,6 +30,11 @@ from megatron_rl.topology import Layout
 LAST_PORT = 65535
 
 
+def changes_fp4(variable: str) -> bool:
+    """Whether an environment variable changes how Transformer Engine quantises to FP4."""
+    return variable in ("NVTE_USE_FAST_MATH", "NVTE_BACKWARD_OVERRIDE") or variable.startswith("NVTE_NVFP4_")
+
+
 class Config(Section):
     """The configuration of a run: one table of the TOML file for each field.
 
@@ -111,6 +116,14 @@ class Config(Section):
     def servers_have_nvfp4_layers(self) -> bool:
         """Whether the servers' NVFP4 layers take packed weights as they are; over Gloo the servers unpack them."""
         return self.precision.rollouts == "nvfp4" and self.transport == "nccl"
+
+    @property
+    def rank_multiple(self) -> int:
+        """What the number of positions that a rank's linear layers see is a multiple of.
+
+        Transformer Engine's FP4 kernels ask for 16, those that transform for 64; Megatron-Core pads an expert's tokens to 128.
+        """
+        return 128 if self.precision.training == "native" else 1
 
     @property
     def keep_set_source(self) -> Literal["native", "processed_logprobs"]:
@@ -285,16 +298,12 @@ def _optimizer_settings_are_used(c: Config) -> str | None:
 
 def _same_weights_on_both_sides(c: Config) -> str | None:
     """Trainer and servers may differ on purpose, to see the effect; the tolerance then says by how much."""
-    quantised = [
-        side
-        for side, value in (("training", c.precision.training), ("rollouts", c.precision.rollouts))
-        if value in ("qat", "nvfp4")
-    ]
-    if len(quantised) == 1 and c.weight_sync.probe_tolerance is None:
+    differ = (c.precision.training == "full") != (c.precision.rollouts == "full")
+    if differ and c.weight_sync.probe_tolerance is None:
         return (
             f"precision.training = '{c.precision.training}' with precision.rollouts = '{c.precision.rollouts}': trainer and "
-            "servers hold different weights; use 'qat' together with 'nvfp4', or set weight_sync.probe_tolerance to the "
-            "difference that you accept"
+            "servers hold different weights; use 'qat' or 'native' together with 'nvfp4', or set weight_sync.probe_tolerance to "
+            "the difference that you accept (docs/nvfp4.md says how large it is)"
         )
     return None
 
@@ -303,13 +312,56 @@ def _activations_have_their_mode(c: Config) -> str | None:
     p = c.precision
     if p.activations == "full":
         return None
-    if p.training != "qat":
-        return f"precision.activations = 'nvfp4' needs precision.training = 'qat', not '{p.training}'; set it to 'qat'"
-    if c.weight_sync.probe_tolerance is None:
+    if p.training == "full":
+        return "precision.activations = 'nvfp4' needs precision.training = 'qat' or 'native', not 'full'; set it"
+    if p.training == "qat" and c.device == "cuda":
+        return (
+            "precision.activations = 'nvfp4' with precision.training = 'qat' on a GPU: Transformer Engine's linear layers start "
+            "with a fused norm, after which nothing but its own FP4 can quantise; set precision.training = 'native'"
+        )
+    return None
+
+
+def _same_activations_on_both_sides(c: Config) -> str | None:
+    """Native training quantises what it multiplies, and so do servers with vLLM's FP4 kernels; all others do not."""
+    p = c.precision
+    if c.weight_sync.probe_tolerance is not None:
+        return None
+    if p.training == "native" and p.activations == "full":
+        return (
+            "precision.training = 'native' with precision.activations = 'full': Transformer Engine multiplies inputs in NVFP4, "
+            "and the servers would multiply them in full precision (W4A16); set precision.activations = 'nvfp4' (W4A4), or "
+            "weight_sync.probe_tolerance to the difference that you accept (docs/nvfp4.md says how large it is)"
+        )
+    if p.activations == "nvfp4" and not (p.training == "native" and c.servers_have_nvfp4_layers):
         return (
             "precision.activations = 'nvfp4': only servers with vLLM's FP4 kernels (Blackwell GPUs, weights over nccl) "
             "quantise activations; all others multiply them in full precision; set weight_sync.probe_tolerance to the "
-            "difference that you accept"
+            "difference that you accept (docs/nvfp4.md says how large it is)"
+        )
+    return None
+
+
+def _native_fp4_is_what_it_says(c: Config) -> str | None:
+    p = c.precision
+    if p.training != "native":
+        if p.backward == "nvfp4":
+            return f"precision.backward = 'nvfp4' needs precision.training = 'native', not '{p.training}'; set it to 'full'"
+        return None
+    if c.model.dtype != "bfloat16":
+        return (
+            f"precision.training = 'native' with model.dtype = '{c.model.dtype}': Transformer Engine's FP4 takes bfloat16; "
+            "set model.dtype = 'bfloat16'"
+        )
+    if p.backward == "nvfp4" and c.run.deterministic:
+        return (
+            "precision.backward = 'nvfp4' with run.deterministic = true: gradients are rounded at random; set "
+            "precision.backward = 'full'"
+        )
+    if set_anew := sorted(name for name in c.slurm.trainer.environment if changes_fp4(name)):
+        return (
+            f"slurm.trainer.environment sets {', '.join(set_anew)}: Transformer Engine would round otherwise than the servers; "
+            "remove it"
         )
     return None
 
@@ -367,6 +419,8 @@ _RULES = (
     _turns_need_environment,
     _same_weights_on_both_sides,
     _activations_have_their_mode,
+    _same_activations_on_both_sides,
+    _native_fp4_is_what_it_says,
     _packed_weights_have_a_taker,
     _members_of_a_communicator_agree,
     _native_fp4_has_a_gpu,

@@ -10,7 +10,7 @@ from megatron_rl.conversion.model_files import read_config, write_model_files
 from megatron_rl.conversion.opening import open_checkpoint, table_of
 from megatron_rl.conversion.outgoing import left_out
 from megatron_rl.conversion.random_model import make_random_model
-from megatron_rl.precision import check_cuts, selection_of, stored_format
+from megatron_rl.precision import check_shards, selection_of, stored_format
 from megatron_rl.records import write_model_contract
 from megatron_rl.tasks import TextEncoder
 from megatron_rl.topology import Layout
@@ -64,7 +64,8 @@ def describe_model(hf_config: dict[str, Any], config: Config) -> dict[str, objec
         )
     placement = Placement(table, layout)
     quantised = selection_of(config.precision, table).names
-    check_cuts(p for rank in range(layout.world_size) for p in placement.held_by(rank).values() if p.parameter.name in quantised)
+    held_by_all = (p for rank in range(layout.world_size) for p in placement.held_by(rank).values())
+    check_shards(config.precision, (p for p in held_by_all if p.parameter.name in quantised))
     if config.model.max_sequence_length > model.max_position_embeddings:
         raise ConfigError(
             f"model.max_sequence_length = {config.model.max_sequence_length} is above the model's max_position_embeddings = "

@@ -1,5 +1,6 @@
 """The trainer's engine on one rank: the model, its optimizer, and what a trainer does with them."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,16 +22,26 @@ from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.head import Loss
 from megatron_rl.engine.model import Backend, PolicyModel, build_chunks, mark_parameters, wrap_for_training
 from megatron_rl.engine.mtp import transformer_layers
+from megatron_rl.engine.native_fp4 import NativeQuantiser, leave_in_full_precision
 from megatron_rl.engine.optimizers import build_optimizer
 from megatron_rl.engine.parameters import LocalParameters, Weights
 from megatron_rl.engine.passes import Passes
-from megatron_rl.engine.quantisation import Nvfp4WeightExport, PolicyQuantiser, check_input_quantisation, quantise_inputs
+from megatron_rl.engine.quantisation import (
+    Nvfp4WeightExport,
+    PolicyQuantiser,
+    ValueQuantiser,
+    check_input_quantisation,
+    quantise_inputs,
+    quantiser_of_values,
+)
 from megatron_rl.engine.replay import RoutingReplay
 from megatron_rl.engine.weight_export import WeightExport
 from megatron_rl.metrics import Metric, merge
 from megatron_rl.objective import Denominators, Measured
-from megatron_rl.precision import selection_of, wire_format
+from megatron_rl.precision import check_shards, selection_of, wire_format
 from megatron_rl.weight_mapping import HeldParameter, ParameterTable, Placement
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,11 +80,7 @@ class Engine:
         )
         mark_parameters(self.chunks, self.placement, groups.rank)
         self.parameters = LocalParameters(self.placement, groups.rank, self.chunks)
-        self._quantiser = PolicyQuantiser(selection_of(config.precision, self.table), self.parameters, groups.device)
-        if config.precision.activations == "nvfp4":
-            check_input_quantisation(has_transformer_engine=self.backend.transformer_engine)
-            modules = self.parameters.modules(self.chunks, self._quantiser.selection.names)
-            quantise_inputs(modules, config.precision.activation_amax, groups.device)
+        self._quantiser = self._build_quantiser()
         self._fill(weights)
         replay = RoutingReplay(self.chunks)
         self.models = wrap_for_training(self.chunks)
@@ -277,6 +284,30 @@ class Engine:
             return tensors
         stored_as = wire_format(self.config.precision, own_layers=self.config.servers_have_nvfp4_layers)
         return Nvfp4WeightExport(tensors, self._quantiser, stored_as)
+
+    def _build_quantiser(self) -> PolicyQuantiser:
+        """Prepares the modules for [precision].
+
+        Raises:
+            QuantisationError: The layout cuts a matrix where it cannot be quantised.
+            UnsupportedModelError: This machine cannot compute so.
+        """
+        section, device = self.config.precision, self.groups.device
+        selection = selection_of(section, self.table)
+        check_shards(section, (held for held in self.parameters.held if held.parameter.name in selection.names))
+        modules = self.parameters.modules(self.chunks, selection.names)
+        if section.training == "native":
+            left = leave_in_full_precision((m for chunk in self.chunks for m in chunk.modules()), modules)
+            if self.groups.rank == 0:
+                logger.info("native fp4: %d linear layers of this rank, %d in full precision", len(modules), left)
+            return NativeQuantiser(selection, self.parameters, device)
+        if section.activations == "nvfp4":
+            check_input_quantisation(has_transformer_engine=self.backend.transformer_engine)
+            quantise_inputs(modules, section.activation_amax, device)
+        if section.training == "qat":
+            kernel = quantiser_of_values(device, has_transformer_engine=self.backend.transformer_engine)
+            return ValueQuantiser(selection, self.parameters, device, kernel)
+        return PolicyQuantiser(selection, self.parameters, device)
 
     def _fill(self, weights: Mapping[str, Tensor]) -> None:
         self._quantiser.weights_changed()

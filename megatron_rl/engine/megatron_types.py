@@ -17,6 +17,9 @@ class MegatronAttributes(Protocol):
     """The gradient is summed over the tensor-parallel group, since each rank sees its own slice of the tokens."""
     shared: bool
     """A copy: Megatron's gradient norm leaves it out."""
+    nvfp4_amax: Tensor
+    """f32 [1]: the largest magnitude of all that share the weight's NVFP4 global scale. Set by NativeQuantiser, read by the
+    quantiser that Transformer Engine's module has for this weight."""
 
 
 def megatron_attributes(parameter: torch.nn.Parameter) -> MegatronAttributes:

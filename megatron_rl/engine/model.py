@@ -32,10 +32,10 @@ from megatron_rl.engine.groups import ParallelGroups
 from megatron_rl.engine.latent_attention import DOWN_PROJECTIONS, ReplicatedLinear, accept_plain_queries, accept_replicated_linear
 from megatron_rl.engine.megatron_types import megatron_attributes
 from megatron_rl.engine.mtp import hidden_states_ahead, mtp_settings, mtp_spec, prepare_layers, transformer_layers
+from megatron_rl.engine.native_fp4 import native_fp4_settings
 from megatron_rl.engine.norm import RMSNorm
 from megatron_rl.engine.optimizers import OPTIMIZERS
 from megatron_rl.engine.parameters import tensor_of
-from megatron_rl.engine.quantisation import native_fp4_settings
 from megatron_rl.weight_mapping import (
     CHECKPOINT,
     LOCAL,
@@ -158,7 +158,7 @@ def transformer_config(model: ModelArchitecture, config: Config, backend: Backen
         **expert_settings(model, grouped_products=backend.transformer_engine),
         **mtp_settings(model, trained=config.model.mtp == "trained"),
         **_recompute_settings(model, config),
-        **native_fp4_settings(config.precision, backend.transformer_engine),
+        **native_fp4_settings(config.precision, has_transformer_engine=backend.transformer_engine),
     )
     for name, value in yarn_attributes(model.rope).items():
         setattr(settings, name, value)

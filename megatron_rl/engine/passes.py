@@ -1,7 +1,6 @@
 """Forward and backward passes of the policy over microbatches, on one rank."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 from megatron.core.distributed import DistributedDataParallel
@@ -42,7 +41,7 @@ class Passes:
         quantiser: PolicyQuantiser,
     ) -> None:
         self._config, self._architecture, self._groups, self._quantiser = config, architecture, groups, quantiser
-        self._schedule = Schedule(models, replay, groups)
+        self._schedule = Schedule(models, replay, groups, config.rank_multiple)
         self._last_chunk = models[-1].module
         self._head = Head(
             architecture.vocab_size,
@@ -109,7 +108,7 @@ class Passes:
         def finish(hidden: Tensor, microbatch: DeviceMicrobatch) -> tuple[Tensor, Measured]:
             return self._head.loss(hidden, self._last_chunk.output_weight, microbatch, loss, denominators, self.timer)
 
-        with self._policy_weights():
+        with self._quantiser.passes():
             return self._schedule.run(prepared, finish, reduce_fully=reduce_fully)
 
     def log_probs(self, prepared: Sequence[DeviceMicrobatch]) -> list[tuple[Tensor, Tensor]]:
@@ -125,12 +124,8 @@ class Passes:
         def finish(hidden: Tensor, microbatch: DeviceMicrobatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             return hidden.new_zeros(()), self._head.log_probs(hidden, self._last_chunk.output_weight, microbatch)
 
-        with self._policy_weights():
+        with self._quantiser.passes():
             return self._schedule.run(prepared, finish, forward_only=True)
-
-    def _policy_weights(self) -> AbstractContextManager[None]:
-        """Within the block the model's parameters are what the policy multiplies with."""
-        return self._quantiser.applied() if self._config.precision.training == "qat" else nullcontext()
 
     def _to_device(self, microbatch: Microbatch, old: np.ndarray | None, reference: np.ndarray | None) -> DeviceMicrobatch:
         slices = SequenceSlice.of(microbatch.segment_ends, self._groups.layout.cp, self._groups.coords.cp)

@@ -1,12 +1,13 @@
 """NVFP4 in the trainer: passes use the values that the servers hold, in place of the weights.
 
-The weights themselves stay what the optimizer updates and checkpoints keep. During passes each quantised parameter points at its
-NVFP4 values instead, whatever module it belongs to; gradients are those with respect to these values and go straight through to
-the weights.
+The weights themselves stay what the optimizer updates and checkpoints keep. With precision.training = "qat" each quantised
+parameter points at its NVFP4 values during passes instead, whatever module it belongs to; gradients are those with respect to
+these values and go straight through to the weights. Training = "native" is in native_fp4.py.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,49 +15,56 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config.sections import Precision
 from megatron_rl.engine.errors import UnsupportedModelError
 from megatron_rl.engine.weight_export import WeightExport
 from megatron_rl.precision import (
     CheckpointFormat,
+    MatrixQuantiser,
     QuantisationError,
     Selection,
+    TorchQuantiser,
     amax_of,
-    check_cuts,
+    difference_of,
     fake_quantise,
     quantised_stream,
 )
 from megatron_rl.weight_mapping import HeldParameter
 from megatron_rl.wire.tensor_spec import TensorSpec
 
+logger = logging.getLogger(__name__)
+
+
+FP4_CAPABILITY = (10, 0)
+"""The first GPUs (Blackwell) with FP4 products, and with Transformer Engine's kernels for them."""
+
 
 class PolicyQuantiser:
-    """One rank's quantised parameters. Values are computed once for each state of the weights, however many passes use them.
+    """One rank's quantised parameters and their global scales, computed once for each state of the weights.
 
-    The global scales are those of full matrices at any layout: computing them is a collective of all ranks.
+    The global scales are those of full matrices at any layout: computing them is a collective of all ranks. This class serves
+    servers that quantise where the trainer does not; its passes use the weights themselves.
 
     Args:
         selection: Which parameters are quantised.
         parameters: Those that this rank holds, with their tensors.
         device: Device of the tensors.
-
-    Raises:
-        QuantisationError: The layout cuts a matrix within a block of NVFP4.
     """
 
     def __init__(self, selection: Selection, parameters: Iterable[tuple[HeldParameter, Tensor]], device: torch.device) -> None:
         self.selection = selection
         number: dict[str | None, int] = {group: place for place, group in enumerate(selection.groups)}
         chosen = [(held, tensor) for held, tensor in parameters if held.parameter.name in selection.names]
-        check_cuts(held for held, _ in chosen)
         self._tensors = [(number[held.parameter.quantisation_group], tensor) for held, tensor in chosen]
         self._device = device
         self._amaxes: Tensor | None = None
-        self._values: list[Tensor] | None = None
 
     def weights_changed(self) -> None:
         """Drop what was computed from the former weights."""
-        self._amaxes = self._values = None
+        self._amaxes = None
+
+    def passes(self) -> AbstractContextManager[None]:
+        """What passes run in, so that they use what the policy multiplies; entering it is a collective."""
+        return nullcontext()
 
     def amaxes(self) -> dict[str, Tensor]:
         """The largest |x| of each group, f32 []; a collective.
@@ -65,23 +73,6 @@ class PolicyQuantiser:
             QuantisationError: Names the groups where it is not finite.
         """
         return dict(zip(self.selection.groups, self._over_ranks().unbind(), strict=True))
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Within the block passes use NVFP4 values; a collective."""
-        if self._values is None:
-            amaxes = self._over_ranks()
-            self._values = [fake_quantise(tensor.data, amaxes[group]) for group, tensor in self._tensors]
-        weights = [tensor.data for _, tensor in self._tensors]
-        self._point_at(self._values)
-        try:
-            yield
-        finally:
-            self._point_at(weights)
-
-    def _point_at(self, data: list[Tensor]) -> None:
-        for (_, tensor), new in zip(self._tensors, data, strict=True):
-            tensor.data = new
 
     def _over_ranks(self) -> Tensor:
         """[groups]: every rank has them all, also those of other stages and experts."""
@@ -97,6 +88,72 @@ class PolicyQuantiser:
                 raise QuantisationError(f"weights that are not finite have no NVFP4 form: {', '.join(bad[:8])}")
             self._amaxes = found
         return self._amaxes
+
+
+class ValueQuantiser(PolicyQuantiser):
+    """Passes use the NVFP4 values of the quantised parameters: precision.training = "qat".
+
+    Args:
+        selection: Which parameters are quantised.
+        parameters: Those that this rank holds, with their tensors.
+        device: Device of the tensors.
+        kernel: What computes the values.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        parameters: Iterable[tuple[HeldParameter, Tensor]],
+        device: torch.device,
+        kernel: MatrixQuantiser,
+    ) -> None:
+        super().__init__(selection, parameters, device)
+        self._kernel = kernel
+        self._values: list[Tensor] | None = None
+
+    def weights_changed(self) -> None:
+        """Drop what was computed from the former weights."""
+        super().weights_changed()
+        self._values = None
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Within the block the parameters are their values; entering it is a collective."""
+        if self._values is None:
+            amaxes = self._over_ranks()
+            self._values = [self._kernel.fake_quantise(tensor.data, amaxes[group]) for group, tensor in self._tensors]
+        weights = [tensor.data for _, tensor in self._tensors]
+        self._point_at(self._values)
+        try:
+            yield
+        finally:
+            self._point_at(weights)
+
+    def _point_at(self, data: list[Tensor]) -> None:
+        for (_, tensor), new in zip(self._tensors, data, strict=True):
+            tensor.data = new
+
+
+def quantiser_of_values(device: torch.device, *, has_transformer_engine: bool) -> MatrixQuantiser:
+    """Transformer Engine's FP4 kernel where it gives the servers' bytes, this project's own functions elsewhere.
+
+    Args:
+        device: Device of the weights.
+        has_transformer_engine: Whether the layers are Transformer Engine's.
+    """
+    if not has_transformer_engine or torch.cuda.get_device_capability() < FP4_CAPABILITY:
+        return TorchQuantiser()
+    from megatron_rl.engine.te_fp4 import TransformerEngineQuantiser
+
+    kernel = TransformerEngineQuantiser()
+    if difference := difference_of(kernel, device):
+        logger.warning(
+            "weights are quantised by PyTorch: Transformer Engine's kernel gives other bytes than those that servers get (%s)",
+            difference,
+        )
+        return TorchQuantiser()
+    logger.info("weights are quantised by %s", kernel.name)
+    return kernel
 
 
 class Nvfp4WeightExport:
@@ -167,32 +224,3 @@ def quantise_inputs(modules: Iterable[torch.nn.Module], amax: float, device: tor
 
 def _with_quantised_input(limit: Tensor, _module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return (_StraightThrough.apply(inputs[0], limit), *inputs[1:])
-
-
-def native_fp4_settings(section: Precision, has_transformer_engine: bool) -> Mapping[str, Any]:
-    """Arguments of TransformerConfig for training in fp4.
-
-    Args:
-        section: The run's precision section.
-        has_transformer_engine: Whether the layers are Transformer Engine's.
-
-    Raises:
-        UnsupportedModelError: Where Megatron would silently train in bf16.
-    """
-    if section.training != "native":
-        return {}
-    if not has_transformer_engine:
-        raise UnsupportedModelError(
-            "precision.training = 'native' needs a Blackwell GPU and Transformer Engine, and this machine does not have both: "
-            "without them Megatron would train in bf16; install megatron-rl[gpu] on such a machine, or use 'qat'"
-        )
-    from transformer_engine.common import recipe
-
-    capability = torch.cuda.get_device_capability()
-    if capability < (10, 0) or not hasattr(recipe, "NVFP4BlockScaling"):
-        raise UnsupportedModelError(
-            "precision.training = 'native' needs a GPU of compute capability 10.0 or above "
-            f"(this one has {capability[0]}.{capability[1]}) and a Transformer Engine with the NVFP4BlockScaling recipe "
-            "(2.7 or later); use 'qat'"
-        )
-    return {"fp4": "e2m1", "fp4_recipe": "nvfp4"}

@@ -32,10 +32,13 @@ class Schedule:
         chunks: The model's virtual pipeline chunks, wrapped for training.
         replay: The handles of the same chunks' routers.
         groups: This rank's process groups.
+        rank_multiple: The positions that a rank's linear layers see are a multiple of this.
     """
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], replay: RoutingReplay, groups: ParallelGroups) -> None:
-        self._chunks, self._replay, self._groups = list(chunks), replay, groups
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], replay: RoutingReplay, groups: ParallelGroups, rank_multiple: int
+    ) -> None:
+        self._chunks, self._replay, self._groups, self._rank_multiple = list(chunks), replay, groups, rank_multiple
         for chunk in self._chunks:
             # The loss is divided by its global denominator already: Megatron must not divide the gradients by a number of tokens.
             chunk.module.config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(
@@ -121,7 +124,7 @@ class Schedule:
                 f"{count} microbatches; with this layout their number must be a positive multiple of {self.microbatch_multiple}; "
                 "add empty ones"
             )
-        wanted = alignment_of(self._groups.layout, self._chunks[0].module.config.sequence_parallel)
+        wanted = alignment_of(self._groups.layout, self._chunks[0].module.config.sequence_parallel, self._rank_multiple)
         if uneven := [m.source.num_positions for m in microbatches if m.source.num_positions % wanted.total]:
             raise ScheduleError(
                 f"microbatches of {uneven} positions; with this layout they must be multiples of {wanted.total}; "

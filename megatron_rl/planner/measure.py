@@ -171,7 +171,7 @@ def _config_of(config: Config, hf_config: Mapping[str, Any], candidate: Candidat
             "threads_per_rank": 1,
         },
         "metrics": {"entropy_full_tokens": 0},
-        "precision": {"training": "full", "rollouts": "full", "activations": "full"},
+        "precision": {"training": "full", "rollouts": "full", "activations": "full", "backward": "full"},
     }
     return config.with_values(changes)
 

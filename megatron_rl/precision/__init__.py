@@ -6,6 +6,7 @@ dequantise(quantised), fake_quantise(matrix, amax)    # the same values, to the 
 """
 
 from megatron_rl.precision.checkpoint import FORMATS, CheckpointFormat, format_named, stored_format
+from megatron_rl.precision.kernels import MatrixQuantiser, TorchQuantiser, difference_of
 from megatron_rl.precision.nvfp4 import (
     BLOCK,
     Nvfp4,
@@ -16,7 +17,7 @@ from megatron_rl.precision.nvfp4 import (
     fake_quantise,
     quantise,
 )
-from megatron_rl.precision.selection import Selection, check_cuts, selection_of
+from megatron_rl.precision.selection import Selection, check_shards, selection_of
 from megatron_rl.precision.stream import quantised_stream, wire_format
 from megatron_rl.precision.unpacking import Unpacker
 
@@ -24,13 +25,16 @@ __all__ = [
     "BLOCK",
     "FORMATS",
     "CheckpointFormat",
+    "MatrixQuantiser",
     "Nvfp4",
     "QuantisationError",
     "Selection",
+    "TorchQuantiser",
     "Unpacker",
     "amax_of",
-    "check_cuts",
+    "check_shards",
     "dequantise",
+    "difference_of",
     "encoding_scale",
     "fake_quantise",
     "format_named",

@@ -8,6 +8,8 @@ from megatron_rl.config.sections import Precision
 from megatron_rl.precision.nvfp4 import BLOCK, QuantisationError
 from megatron_rl.weight_mapping import HeldParameter, Parameter, ParameterTable, Role
 
+KERNEL_INPUTS = 32
+"""An FP4 product of two matrices sums over a multiple of this: its operands are aligned to 16 bytes."""
 ROLES = {"attention": Role.ATTENTION, "mlp": Role.MLP, "experts": Role.EXPERT}
 """Roles by the names in [precision] modules."""
 
@@ -48,21 +50,31 @@ class Selection:
 
 def selection_of(section: Precision, table: ParameterTable) -> Selection:
     """What trainer or servers quantise; nothing where neither does."""
-    quantises = section.training == "qat" or section.rollouts == "nvfp4"
+    quantises = section.training != "full" or section.rollouts == "nvfp4"
     return Selection(table, section.modules if quantises else (), section.exclude if quantises else ())
 
 
-def check_cuts(parameters: Iterable[HeldParameter]) -> None:
-    """Return if each shard consists of complete blocks.
+def check_shards(section: Precision, parameters: Iterable[HeldParameter]) -> None:
+    """Return if each rank's shards can be quantised, and multiplied as the section says.
+
+    Args:
+        section: The run's section [precision].
+        parameters: The quantised ones.
 
     Raises:
-        QuantisationError: A rank's shard would cut through blocks; lists all.
+        QuantisationError: A shard would cut through blocks, or has a size that FP4 kernels do not take; lists all.
     """
+    native = section.training == "native"
+    multiples = {
+        "inputs": KERNEL_INPUTS if native else BLOCK,
+        "outputs": (KERNEL_INPUTS if section.backward == "nvfp4" else BLOCK) if native else 1,
+    }
     wrong = {
-        f"{held.parameter.template}: {held.parameter.shape[-1]} inputs over {held.num_shards} ranks are {held.shape[-1]} "
-        f"per rank, not a multiple of {BLOCK}; use a smaller layout.tensor or layout.expert_tensor, or exclude it"
+        f"{held.parameter.template}: {held.parameter.shape[dim]} {name} over {held.num_shards} ranks are {held.shape[dim]} "
+        f"per rank, not a multiple of {multiples[name]}; use a smaller layout.tensor or layout.expert_tensor, or exclude it"
         for held in parameters
-        if held.shape[-1] % BLOCK
+        for name, dim in (("inputs", -1), ("outputs", 0))
+        if held.shape[dim] % multiples[name]
     }
     _raise(sorted(wrong))
 

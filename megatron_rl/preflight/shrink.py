@@ -85,7 +85,7 @@ def shrunk_config(config: Config, model: Mapping[str, Any], layout: Layout) -> C
         "optimizer": {"epsilon": 1e-6},
         "objective": {"kl_coefficient": 0.0, "keep_set_replay": True, "routing_replay": True},
         "weight_sync": {"transport": "gloo", "probe_tolerance": None},
-        "precision": {"training": "full", "rollouts": "full", "activations": "full"},
+        "precision": {"training": "full", "rollouts": "full", "activations": "full", "backward": "full"},
         "metrics": {"entropy_full_tokens": 0},
     }  # fmt: skip
     return config.with_values(changes)

@@ -25,6 +25,7 @@ def assembly_options(config: Config, engine: Engine) -> AssemblyOptions:
         contract=engine.table.architecture.contract,
         max_tokens=config.trainer.max_tokens_per_microbatch,
         sequence_parallel=config.sequence_parallel,
+        rank_multiple=config.rank_multiple,
         keep_set_replay=config.objective.keep_set_replay,
         routing_replay=config.objective.routing_replay,
         moe_layers=engine.moe_layers,

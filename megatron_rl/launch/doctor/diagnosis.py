@@ -104,5 +104,5 @@ def _gpu_obstacles(config: Config, gpus: Sequence[Gpu], reason: str) -> list[str
         remedy = "set run.device = 'cpu', or use a machine with GPUs"
         return [f"run.device is cuda, and no GPU was found, where the run needs {gpus_of_run(config)}: {why}; {remedy}"]
     if config.precision.training == "native" and not all(gpu.has_fp4 for gpu in gpus):
-        return [f"precision.training = 'native': {fp4_fact(tuple(gpus)).reason}; set precision.training = 'qat'"]
+        return [f"precision.training = 'native': {fp4_fact(tuple(gpus)).reason}; use 'qat', with precision.activations = 'full'"]
     return []

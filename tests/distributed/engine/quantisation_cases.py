@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.engine import quantisation
-from megatron_rl.precision import amax_of, fake_quantise
+from megatron_rl.precision import amax_of, fake_quantise, kernels
 from tests.distributed.engine.cases import Run, Setting, by_sequence, copied, laid_out
 from tests.distributed.engine.subject import CONFIGS, MODELS, weights_of
 
@@ -52,14 +51,14 @@ def fake_quantised(model: str, run: Run) -> dict[str, Tensor]:
 def quantisations_of_a_step(rank: int, setting: Setting) -> tuple[int, int, int]:
     """How many matrices were quantised by scoring and training on many microbatches, how many there are, and by the next step."""
     count = 0
-    original = quantisation.fake_quantise
+    original = kernels.fake_quantise
 
     def counted(*arguments: Any) -> Tensor:
         nonlocal count
         count += 1
         return original(*arguments)
 
-    quantisation.fake_quantise = counted
+    kernels.fake_quantise = counted
     try:
         with laid_out(setting) as groups:
             run = Run(groups, setting, **QAT)
@@ -70,7 +69,7 @@ def quantisations_of_a_step(rank: int, setting: Setting) -> tuple[int, int, int]
             run.step(1)
             return first, len(run.engine._quantiser._tensors), count - first
     finally:
-        quantisation.fake_quantise = original
+        kernels.fake_quantise = original
 
 
 def quantised_activations(rank: int, setting: Setting) -> list[dict[int, np.ndarray]]:

@@ -90,6 +90,22 @@ def test_alignment_of_a_layout(layout, sequence_parallel, expected):
         assert alignment.total // layout.cp % layout.tp == 0
 
 
+@pytest.mark.parametrize(
+    ("layout", "sequence_parallel", "total"),
+    [
+        (Layout(), False, 128),
+        (Layout(world_size=4, tp=4), True, 512),
+        (Layout(world_size=4, tp=4), False, 128),
+        (Layout(world_size=6, tp=2, cp=3), True, 768),
+        (Layout(world_size=3, cp=3), False, 384),
+    ],
+)
+def test_what_fp4_kernels_ask_for_holds_on_each_rank(layout, sequence_parallel, total):
+    alignment = alignment_of(layout, sequence_parallel, 128)
+    assert alignment.total == total
+    assert alignment.total // layout.cp // (layout.tp if sequence_parallel else 1) % 128 == 0
+
+
 def test_alignment_rounds_up():
     alignment = Alignment(segment=4, total=12)
     assert [alignment.padded(n) for n in (0, 1, 4, 5)] == [0, 4, 4, 8]

@@ -14,6 +14,8 @@ def make(**sections):
 
 
 W4A4 = {"training": "qat", "rollouts": "nvfp4", "activations": "nvfp4"}
+NATIVE = W4A4 | {"training": "native"}
+BF16 = {"path": "/m", "dtype": "bfloat16"}
 
 REFUSED = [
     ({"model": {"architecture": {}}}, "either path or architecture"),
@@ -35,9 +37,9 @@ REFUSED = [
     ({"servers": {"request_timeout_s": float("inf")}}, "finite"),
     ({"optimizer": {"min_learning_rate": 1.0}}, "min_learning_rate"),
     ({"optimizer": {"muon": {"qk_clip": 100.0}}}, "optimizer.name = 'adamw'"),
-    ({"precision": {"training": "qat"}}, "use 'qat' together with 'nvfp4', or set weight_sync.probe_tolerance"),
+    ({"precision": {"training": "qat"}}, "use 'qat' or 'native' together with 'nvfp4', or set weight_sync.probe_tolerance"),
     ({"precision": {"rollouts": "nvfp4"}}, "trainer and servers hold different weights"),
-    ({"precision": {"activations": "nvfp4"}}, "needs precision.training = 'qat', not 'full'"),
+    ({"precision": {"activations": "nvfp4"}}, "needs precision.training = 'qat' or 'native', not 'full'"),
     ({"run": {"device": "cpu"}, "precision": W4A4}, "set weight_sync.probe_tolerance to the difference"),
     (
         {"run": {"device": "cpu"}, "precision": {"training": "native"}},
@@ -47,9 +49,33 @@ REFUSED = [
         {"run": {"device": "cuda"}, "model": {"dtype": "float32"}, "precision": {"training": "qat", "rollouts": "nvfp4"}},
         "set model.dtype = 'bfloat16'",
     ),
+    ({"run": {"device": "cuda"}, "precision": W4A4}, "set precision.training = 'native'"),
     (
-        {"run": {"device": "cuda"}, "precision": W4A4, "weight_sync": {"transport": "gloo"}},
+        {"run": {"device": "cuda"}, "model": BF16, "precision": NATIVE, "weight_sync": {"transport": "gloo"}},
         "all others multiply them in full precision",
+    ),
+    (
+        {"run": {"device": "cuda"}, "model": BF16, "precision": NATIVE | {"activations": "full"}},
+        "multiply them in full precision (W4A16); set precision.activations = 'nvfp4' (W4A4)",
+    ),
+    (
+        {"run": {"device": "cuda"}, "model": BF16, "precision": NATIVE | {"rollouts": "full"}},
+        "precision.training = 'native' with precision.rollouts = 'full': trainer and servers hold different weights",
+    ),
+    ({"run": {"device": "cuda"}, "model": {"dtype": "float32"}, "precision": NATIVE}, "FP4 takes bfloat16"),
+    (
+        {"run": {"device": "cuda", "deterministic": True}, "model": BF16, "precision": NATIVE | {"backward": "nvfp4"}},
+        "gradients are rounded at random; set precision.backward = 'full'",
+    ),
+    ({"precision": {"backward": "nvfp4"}}, "precision.backward = 'nvfp4' needs precision.training = 'native', not 'full'"),
+    (
+        {
+            "run": {"device": "cuda"},
+            "model": BF16,
+            "precision": NATIVE,
+            "slurm": {"trainer": {"environment": {"NVTE_NVFP4_ROW_SCALED_ACTIVATION": "1"}}},
+        },
+        "slurm.trainer.environment sets NVTE_NVFP4_ROW_SCALED_ACTIVATION",
     ),
     (
         {"run": {"device": "cuda"}, "slurm": {"trainer": {"environment": {"NCCL_ALGO": "Ring"}}}},
@@ -85,7 +111,15 @@ def test_several_broken_rules_are_said_together():
         {"rollouts": {"keep_set_source": "processed_logprobs", "top_k": 64}},
         {"layout": {"world_size": 4, "tensor": 2, "expert": 2}},
         {"run": {"device": "cpu"}, "precision": W4A4, "weight_sync": {"probe_tolerance": 0.5}},
-        {"run": {"device": "cuda"}, "precision": {"training": "native"}},
+        {"run": {"device": "cuda"}, "model": BF16, "precision": NATIVE},
+        {"run": {"device": "cuda", "deterministic": True}, "model": BF16, "precision": NATIVE},
+        {"run": {"device": "cuda"}, "model": BF16, "precision": NATIVE | {"backward": "nvfp4"}},
+        {
+            "run": {"device": "cuda"},
+            "model": BF16,
+            "precision": {"training": "native"},
+            "weight_sync": {"probe_tolerance": 0.5},
+        },
     ],
 )
 def test_the_edge_of_a_rule_passes(sections):

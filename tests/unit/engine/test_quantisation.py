@@ -1,20 +1,16 @@
-"""NVFP4 in the trainer without a model: parameters of any module, inputs of linear maps, and what fp4 training asks of a machine.
+"""NVFP4 in the trainer without a model: parameters of any module, and inputs of linear maps.
 
 That whole models at several layouts compute with these values: tests/distributed/engine/test_quantisation.py.
 """
-
-import sys
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_rl.config.sections import Precision
 from megatron_rl.engine.errors import UnsupportedModelError
-from megatron_rl.engine.quantisation import PolicyQuantiser, check_input_quantisation, native_fp4_settings, quantise_inputs
-from megatron_rl.precision import Selection, amax_of, fake_quantise
+from megatron_rl.engine.quantisation import ValueQuantiser, check_input_quantisation, quantise_inputs
+from megatron_rl.precision import Selection, TorchQuantiser, amax_of, fake_quantise
 from megatron_rl.topology import Layout
 from megatron_rl.weight_mapping import ParameterTable, Placement
 
@@ -51,9 +47,9 @@ def test_any_module_multiplies_with_the_values_during_a_pass(alone) -> None:
     generator = torch.Generator().manual_seed(0)
     module = ForeignLinear(torch.randn(held.shape, generator=generator))
     before, inputs = module.weight.detach().clone(), torch.randn(5, held.shape[1], generator=generator)
-    quantiser = PolicyQuantiser(Selection(table, ["mlp"]), [(held, module.weight)], CPU)
+    quantiser = ValueQuantiser(Selection(table, ["mlp"]), [(held, module.weight)], CPU, TorchQuantiser())
     values = fake_quantise(before, amax_of(before))
-    with quantiser.applied():
+    with quantiser.passes():
         out = module(inputs)
         out.sum().backward()
     assert torch.equal(out, inputs @ values.t()) and not torch.equal(values, before)
@@ -77,40 +73,3 @@ def test_inputs_are_quantised_and_their_gradient_goes_straight_through() -> None
 def test_inputs_of_transformer_engines_maps_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="fused norm.*train with precision.training = 'native'"):
         check_input_quantisation(has_transformer_engine=True)
-
-
-def transformer_engine(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], **recipes: object) -> None:
-    package, common = ModuleType("transformer_engine"), ModuleType("transformer_engine.common")
-    common.recipe = SimpleNamespace(**recipes)
-    for module in (package, common):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-
-
-NATIVE = Precision(training="native")
-
-
-def test_fp4_training_without_transformer_engine_is_no_silent_bf16() -> None:
-    with pytest.raises(UnsupportedModelError, match="would train in bf16; install .* or use 'qat'"):
-        native_fp4_settings(NATIVE, has_transformer_engine=False)
-    assert native_fp4_settings(Precision(), has_transformer_engine=False) == {}
-
-
-@pytest.mark.parametrize(
-    ("capability", "recipes"), [((9, 0), {"NVFP4BlockScaling": object}), ((10, 0), {})], ids=["Hopper", "an old one"]
-)
-def test_fp4_training_needs_blackwell_and_the_recipe(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], recipes: dict
-) -> None:
-    transformer_engine(monkeypatch, capability, **recipes)
-    with pytest.raises(UnsupportedModelError, match=r"10.0 or above .*2.7 or later\); use 'qat'"):
-        native_fp4_settings(NATIVE, has_transformer_engine=True)
-
-
-def test_the_settings_of_fp4_training_are_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    transformer_engine(monkeypatch, (10, 0), NVFP4BlockScaling=object)
-    settings = native_fp4_settings(NATIVE, has_transformer_engine=True)
-    assert settings == {"fp4": "e2m1", "fp4_recipe": "nvfp4"}
-    assert settings.keys() <= TransformerConfig.__dataclass_fields__.keys()

@@ -4,9 +4,11 @@ import json
 
 import pytest
 
-from megatron_rl.precision import QuantisationError, Selection
+from megatron_rl.config.sections import Precision
+from megatron_rl.precision import QuantisationError, Selection, check_shards, selection_of
 from megatron_rl.precision.selection import matches
-from megatron_rl.weight_mapping import ParameterTable
+from megatron_rl.topology import Layout
+from megatron_rl.weight_mapping import ParameterTable, Placement
 from tests.architecture.source import REPOSITORY
 
 PUBLISHED = json.loads((REPOSITORY / "tests/data/published_configs.json").read_text())
@@ -72,3 +74,38 @@ def test_stacked_experts_are_refused_and_can_be_excluded() -> None:
     with pytest.raises(QuantisationError, match="GPT-OSS"):
         Selection(table_of("gpt_oss"))
     assert Selection(table_of("gpt_oss"), ["attention"]).group_of
+
+
+SMALL = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 16, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 16,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("section", "tensor", "refused"),
+    [
+        ({"training": "qat"}, 2, None),
+        ({"training": "qat"}, 4, "linear_fc2.weight: 96 inputs over 4 ranks are 24 per rank, not a multiple of 16"),
+        ({"training": "native"}, 1, None),
+        ({"training": "native"}, 2, "linear_fc2.weight: 96 inputs over 2 ranks are 48 per rank, not a multiple of 32"),
+        ({"training": "native", "backward": "nvfp4"}, 1, None),
+        (
+            {"training": "native", "backward": "nvfp4"},
+            4,
+            "linear_fc1.weight: 192 outputs over 4 ranks are 48 per rank, not a multiple of 32",
+        ),
+    ],
+)
+def test_shards_have_the_sizes_that_their_products_take(section: dict, tensor: int, refused: str | None) -> None:
+    layout = Layout(world_size=tensor, tp=tensor)
+    precision, table = Precision.model_validate({**section, "rollouts": "nvfp4"}), ParameterTable(SMALL)
+    selection = selection_of(precision, table)
+    held = [h for h in Placement(table, layout).held_by(0).values() if h.parameter.name in selection.names]
+    assert held
+    if refused is None:
+        check_shards(precision, held)
+        return
+    with pytest.raises(QuantisationError, match=refused):
+        check_shards(precision, held)

@@ -101,7 +101,10 @@ def test_native_fp4_needs_gpus_that_have_it():
     precision = ("--precision.training", "native", "--weight_sync.probe_tolerance", "1.0", "--model.dtype", "bfloat16")
     config = config_of("--run.device", "cuda", *precision)
     (obstacle,) = diagnose(config, machine(8, capability="9.0"), GPU_BUILDS).obstacles
-    assert "GPU 0 has compute capability 9.0; FP4 needs 10.0 or more (Blackwell); set precision.training = 'qat'" in obstacle
+    assert (
+        "GPU 0 has compute capability 9.0; FP4 needs 10.0 or more (Blackwell); use 'qat', with precision.activations = 'full'"
+        in obstacle
+    )
     assert diagnose(config, machine(8), GPU_BUILDS).can_run
 
 
