@@ -74,7 +74,7 @@ class SilentObserver:
 class VirtualServer:
     url: str
 
-    def poll(self) -> int | None:
+    def why_ended(self) -> str | None:
         return None
 
     async def stop(self) -> None: ...

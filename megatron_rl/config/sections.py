@@ -309,6 +309,9 @@ class Servers(Section):
     """Servers listen on first_port, first_port + 1, and so on. 0: free ports are chosen."""
     tensor: Positive = 1
     """Tensor-parallel size of each server."""
+    nodes: Positive = 1
+    """Number of nodes that each server spans; each of them holds an equal part of the server's `tensor` ranks. Above 1 only
+    `launch` can start the run."""
     max_num_seqs: Positive = 64
     """Largest number of sequences that a server decodes at the same time."""
     kv_cache_gib: Positive = 1

@@ -258,6 +258,15 @@ def _ports_exist(c: Config) -> str | None:
     return None
 
 
+def _servers_divide(c: Config) -> str | None:
+    if c.servers.tensor % c.servers.nodes:
+        return (
+            f"servers.tensor = {c.servers.tensor} is not a multiple of servers.nodes = {c.servers.nodes}: each node of a server "
+            "holds an equal part of its tensor-parallel ranks; change one of them"
+        )
+    return None
+
+
 def _turns_need_environment(c: Config) -> str | None:
     if c.rollouts.max_turns > 1 and c.task.environment is None:
         return (
@@ -416,6 +425,7 @@ _RULES = (
     _learning_rates,
     _optimizer_settings_are_used,
     _ports_exist,
+    _servers_divide,
     _turns_need_environment,
     _same_weights_on_both_sides,
     _activations_have_their_mode,

@@ -33,6 +33,19 @@ WeightTransport = Literal["gloo", "nccl"]
 
 
 @dataclass(frozen=True)
+class ServerPart:
+    """One process of a server that spans nodes, where each node has one. Part 0 is the head, which alone answers requests."""
+
+    index: int
+    count: int
+    """Of all parts."""
+    head_address: str
+    """Of the head's node, as the other nodes reach it."""
+    head_port: int
+    """Of the head's node: where the parts meet. Another one than requests come to."""
+
+
+@dataclass(frozen=True)
 class ServerSettings:
     """What a run asks of one inference server, in no engine's words."""
 
@@ -59,13 +72,15 @@ class ServerSettings:
     seed: int
     """Must differ between the servers of a run and between the starts of one server, or they sample equal tokens."""
     tensor_parallel_size: int = 1
+    part: ServerPart | None = None
+    """Of a server that spans nodes, the process that is started. None: the server is one process."""
     kv_cache_gib: float | None = None
     """Size of the KV cache; None: it takes what gpu_memory_utilization leaves."""
     gpu_memory_utilization: float | None = None
     """Share of the device's (on a CPU, of the machine's) memory, from 0 to 1."""
     load_format: str = "dummy"
     cpus: Sequence[int] | None = None
-    """Cores that a CPU server may use; needed there when tensor_parallel_size > 1. None: any."""
+    """Cores that a CPU server may use; needed there for several workers on one node. None: any."""
     threads: int = 1
     """CPU threads of each worker of the server."""
     extra_arguments: Sequence[str] = ()
@@ -120,18 +135,20 @@ class InferenceEngine(Protocol):
         ...
 
     def server_command(self, settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
-        """How one server is started: argv, and the variables to add to the environment. Pure.
+        """How one server, or one part of it, is started: argv, and the variables to add to the environment. Pure.
+
+        A server that spans nodes is up when its head answers, and is stopped as a whole once any part of it has ended.
 
         Raises:
             UnsupportedByEngineError: The engine cannot run a server with these settings.
         """
         ...
 
-    def devices_per_server(self, tensor_parallel_size: int, extra_arguments: Sequence[str]) -> int:
+    def devices_per_server(self, tensor_parallel_size: int, extra_arguments: Sequence[str], num_nodes: int = 1) -> int:
         """GPUs that one server uses, where the user's `extra_arguments` may spread it further than tensor parallelism does. Pure.
 
         Raises:
-            UnsupportedByEngineError: The arguments cannot be read.
+            UnsupportedByEngineError: The arguments cannot be read, or no such server can span `num_nodes` in equal parts.
         """
         ...
 

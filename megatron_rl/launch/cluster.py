@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Mapping
 
 from megatron_rl.config import Config, RunFolder
+from megatron_rl.inference.engine import ServerPart
 from megatron_rl.inference.registry import engine_of
 from megatron_rl.launch.machines import GRACE_S
 from megatron_rl.orchestrator import (
@@ -16,6 +17,7 @@ from megatron_rl.orchestrator import (
     ServerProcess,
     cluster_plan,
     fleet_of,
+    nodes_of_server,
     server_process,
     trainer_processes,
     worker_process,
@@ -64,7 +66,7 @@ class ClusterMachines:
         await self._nodes.wait_until_joined(self._config.slurm.join_timeout_s)
 
     def fleet(self) -> Fleet:
-        """Servers, assigned to the rollout nodes in turn."""
+        """Servers, assigned in turn to the rollout nodes, or to groups of them where a server spans several."""
         return fleet_of(self._config, self._start_server)
 
     def start_workers(self, environment: Mapping[str, str]) -> list[Process]:
@@ -93,28 +95,36 @@ class ClusterMachines:
         await self._nodes.end(GRACE_S)
 
     async def _start_server(self, slot: int, restarts: int) -> ServerProcess:
-        """Start a server on the node of its slot, with the GPUs that the plan gives it."""
-        node = self._nodes.node("rollouts", slot % self._config.slurm.rollouts.nodes)
-        plan = self._server_devices.plan_with(slot)
-        port = node.take_port()
-        command = server_process(
-            self._config,
-            self._folder,
-            plan,
-            slot,
-            node.address,
-            port,
-            restarts,
-            self.key,
-            has_moe_layers=bool(read_model_contract(self._folder.model_contract).moe_layers),
-        )
-        environment = {
-            **command.env,
-            **engine_of(self._config).cluster_environment(node.address),
-            **self._of_role("rollouts"),
-            **plan.environment(command.name),  # last: no variable of the user's may let two processes share a GPU
-        }
-        return ServerProcess(self._nodes.start(node, _with_environment(command, environment)), f"http://{node.address}:{port}")
+        """Start all parts of a server on the nodes of its slot, with the GPUs that the plan gives them."""
+        count = self._config.servers.nodes
+        indices = nodes_of_server(self._config, slot, self._num_nodes["rollouts"])
+        nodes = [self._nodes.node("rollouts", index) for index in indices]
+        plan, head = self._server_devices.plan_with(slot), nodes[0]
+        port, head_port = head.take_port(), head.take_port() if count > 1 else 0
+        has_moe_layers = bool(read_model_contract(self._folder.model_contract).moe_layers)
+        parts = []
+        for index, node in enumerate(nodes):
+            part = ServerPart(index, count, head.address, head_port) if count > 1 else None
+            command = server_process(
+                self._config,
+                self._folder,
+                plan,
+                slot,
+                node.address,
+                port,
+                restarts,
+                self.key,
+                has_moe_layers=has_moe_layers,
+                part=part,
+            )
+            environment = {
+                **command.env,
+                **engine_of(self._config).cluster_environment(node.address),
+                **self._of_role("rollouts"),
+                **plan.environment(command.name),  # last: no variable of the user's may let two processes share a GPU
+            }
+            parts.append(self._nodes.start(node, _with_environment(command, environment)))
+        return ServerProcess(parts, f"http://{head.address}:{port}")
 
     @functools.cached_property
     def _plan(self) -> DevicePlan:

@@ -249,10 +249,21 @@ def _ranks_fit(config: Config) -> str | None:
 
 def _servers_fit(config: Config) -> Iterator[str]:
     s, r = config.servers, config.slurm.rollouts
-    if s.count < r.nodes:
-        yield f"servers.count = {s.count} is below slurm.rollouts.nodes = {r.nodes}: some nodes would be idle"
-    if r.gpus_per_node and s.tensor > r.gpus_per_node:
-        yield f"servers.tensor = {s.tensor} is above slurm.rollouts.gpus_per_node = {r.gpus_per_node}: a server is on one node"
+    if r.nodes % s.nodes:
+        yield (
+            f"slurm.rollouts.nodes = {r.nodes} is not a multiple of servers.nodes = {s.nodes}: the nodes are divided into groups "
+            f"of {s.nodes}, which servers span; use {-(-r.nodes // s.nodes) * s.nodes}"
+        )
+    if s.count * s.nodes < r.nodes:
+        yield (
+            f"servers.count = {s.count} x servers.nodes = {s.nodes} is below slurm.rollouts.nodes = {r.nodes}: some nodes would "
+            "be idle"
+        )
+    if r.gpus_per_node and s.tensor > s.nodes * r.gpus_per_node:
+        yield (
+            f"servers.tensor = {s.tensor} is above servers.nodes x slurm.rollouts.gpus_per_node = {s.nodes} x {r.gpus_per_node}: "
+            f"a server has one GPU for each tensor-parallel rank; raise servers.nodes to {-(-s.tensor // r.gpus_per_node)}"
+        )
     if s.first_port:
         yield f"servers.first_port = {s.first_port}: on a cluster, servers take free ports; leave it 0"
 

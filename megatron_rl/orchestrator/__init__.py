@@ -9,8 +9,8 @@ from megatron_rl.orchestrator.devices import (
     devices_for,
     gpus_of_run,
     local_plan,
+    nodes_of_server,
     ranks_plan,
-    server_demand,
 )
 from megatron_rl.orchestrator.http import control_app, listen, serving
 from megatron_rl.orchestrator.observer import Observer
@@ -36,10 +36,10 @@ __all__ = [
     "listen",
     "local_fleet",
     "local_plan",
+    "nodes_of_server",
     "ranks_plan",
     "replay_processes",
     "restore",
-    "server_demand",
     "server_process",
     "serving",
     "trainer_processes",

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.config import Config, RunFolder
-from megatron_rl.inference.engine import ServerSettings
+from megatron_rl.inference.engine import ServerPart, ServerSettings
 from megatron_rl.inference.registry import engine_of
+from megatron_rl.orchestrator.devices import server_name
 from megatron_rl.processes import Command, DevicePlan
 from megatron_rl.wire.nccl import DETERMINISTIC_NCCL
 
@@ -28,8 +29,9 @@ def server_process(
     key: str,
     *,
     has_moe_layers: bool,
+    part: ServerPart | None = None,
 ) -> Command:
-    """One inference server, which listens on host:port and sees its own GPUs alone.
+    """One inference server, or one `part` of it, which listens on host:port and sees its own GPUs alone.
 
     Args:
         config: The run's.
@@ -41,6 +43,7 @@ def server_process(
         restarts: How often it was started before. It enters the seed: a restarted server does not sample the same tokens again.
         key: The run's.
         has_moe_layers: Whether the model has layers with experts (`ModelContract.num_moe_layers`).
+        part: Of a server that spans nodes, the process that is started.
     """
     s, on_cpu = config.servers, config.device == "cpu"
     settings = ServerSettings(
@@ -58,6 +61,7 @@ def server_process(
         key=key,
         seed=config.run.seed + 1000 * slot + restarts,
         tensor_parallel_size=s.tensor,
+        part=part,
         kv_cache_gib=s.kv_cache_gib if on_cpu else None,
         gpu_memory_utilization=0.1 if on_cpu else s.gpu_memory_utilization,
         threads=s.threads,
@@ -66,7 +70,7 @@ def server_process(
     argv, env = engine_of(config).server_command(settings)
     if config.run.deterministic and config.transport == "nccl":
         env |= DETERMINISTIC_NCCL
-    name = f"server-{slot}"
+    name = server_name(slot, part.index if part else 0)
     return Command(name, argv, folder.logs / f"{name}.log", {**env, **plan.environment(name)})
 
 

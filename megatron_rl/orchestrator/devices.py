@@ -1,7 +1,7 @@
 """The device plan of a run: what each process of a configuration asks for. `run.device` alone decides whether that is a GPU.
 
 On one machine the trainer's ranks get the first GPUs and the servers those that follow. On a cluster each role has its own nodes.
-A rank has one GPU. A server has as many as its engine spreads it over. A worker has none.
+A rank has one GPU. A server has as many as its engine spreads it over, in equal parts on each of its nodes. A worker has none.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,14 @@ def local_plan(config: Config, devices: Sequence[str], machine: str = "this mach
         machine: Its name, for messages.
 
     Raises:
-        DevicePlanError: The machine has too few GPUs.
+        DevicePlanError: The machine has too few GPUs, or a server would span several machines.
     """
-    servers = [server_demand(config, slot) for slot in range(config.servers.count)]
+    if config.servers.nodes > 1:
+        raise DevicePlanError(
+            f"servers.nodes = {config.servers.nodes}: one machine is one node, and such a server spans several; submit the run "
+            "by `megatron-rl launch`, or set servers.nodes = 1"
+        )
+    servers = [demand for slot in range(config.servers.count) for demand in server_demands(config, slot)]
     return plan_devices([Machine(machine, tuple(devices))], [*rank_demands(config, "trainer"), *servers, Demand("worker-0", 0)])
 
 
@@ -57,7 +62,8 @@ def cluster_plan(
     machines = [Machine(f"trainer node {index}", tuple(devices)) for index, devices in enumerate(trainer_devices)]
     machines += [Machine(f"rollouts node {index}", tuple(devices)) for index, devices in enumerate(rollout_devices)]
     demands = rank_demands(config, "trainer", num_trainer)
-    demands += [server_demand(config, slot, num_trainer, num_rollouts) for slot in range(config.servers.count)]
+    for slot in range(config.servers.count):
+        demands += server_demands(config, slot, num_trainer, num_rollouts)
     demands += [Demand(f"worker-{index}", 0, num_trainer + index) for index in range(num_rollouts)]
     return plan_devices(machines, demands)
 
@@ -69,16 +75,34 @@ def rank_demands(config: Config, name: str, num_nodes: int = 1) -> list[Demand]:
     return [Demand(f"{name}-{rank}", gpus, rank // per_node) for rank in range(world)]
 
 
-def server_demand(config: Config, slot: int, first_machine: int = 0, num_machines: int = 1) -> Demand:
-    """The demand of one server; slots go over the machines in turn."""
-    return Demand(f"server-{slot}", gpus_per_server(config), first_machine + slot % num_machines)
+def server_demands(config: Config, slot: int, first_machine: int = 0, num_machines: int = 1) -> list[Demand]:
+    """One demand for each part of a server."""
+    gpus = gpus_per_server(config) // config.servers.nodes
+    nodes = nodes_of_server(config, slot, num_machines)
+    return [Demand(server_name(slot, part), gpus, first_machine + node) for part, node in enumerate(nodes)]
+
+
+def nodes_of_server(config: Config, slot: int, num_nodes: int) -> range:
+    """The rollout nodes that a server is on, the head's first: slots go in turn over groups of neighbouring nodes."""
+    width = config.servers.nodes
+    first = slot % max(1, num_nodes // width) * width
+    return range(first, first + width)
+
+
+def server_name(slot: int, part: int = 0) -> str:
+    """The name of a server's process; of one that spans nodes, `server-0` is the head, `server-0.1` its part on the next node."""
+    return f"server-{slot}.{part}" if part else f"server-{slot}"
 
 
 def gpus_per_server(config: Config) -> int:
-    """GPUs of one server; 0 on CPUs."""
-    if config.device == "cpu":
-        return 0
-    return engine_of(config).devices_per_server(config.servers.tensor, config.servers.extra_arguments)
+    """GPUs of one server, over all of its nodes; 0 on CPUs.
+
+    Raises:
+        UnsupportedByEngineError: The engine has no server of this shape.
+    """
+    s = config.servers
+    devices = engine_of(config).devices_per_server(s.tensor, s.extra_arguments, s.nodes)
+    return 0 if config.device == "cpu" else devices
 
 
 def devices_for(config: Config) -> tuple[str, ...]:
@@ -117,10 +141,10 @@ class ServerDevices:
         Raises:
             ProcessError: No GPUs are left for it.
         """
-        if f"server-{slot}" not in self._plan:
-            demand = server_demand(self._config, slot, self._first_machine, self._num_machines)
+        if server_name(slot) not in self._plan:
+            demands = server_demands(self._config, slot, self._first_machine, self._num_machines)
             try:
-                self._plan = self._plan.extended(demand)
+                self._plan = self._plan.extended(*demands)
             except DevicePlanError as error:
                 raise ProcessError(f"no GPUs are left for server {slot}: {error}") from None
         return self._plan

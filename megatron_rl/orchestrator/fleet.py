@@ -41,12 +41,12 @@ GONE = frozenset({"given_up", "removed"})
 
 
 class ServerHandle(Protocol):
-    """A started server process."""
+    """A started server."""
 
     url: str
 
-    def poll(self) -> int | None:
-        """Exit code, or None while it runs."""
+    def why_ended(self) -> str | None:
+        """None while it runs; else how it ended, such as "ended with exit code 1"."""
 
     async def stop(self) -> None:
         """End it and all of its children; return when they have exited."""
@@ -273,13 +273,13 @@ class Fleet:
         """Return None once the server answers, else why it did not."""
         try:
             async with asyncio.timeout(self._limits.start_timeout_s):
-                while (code := handle.poll()) is None:
+                while (ended := handle.why_ended()) is None:
                     if server.unwanted:
                         return _REMOVED
                     if await self._fault(handle.url) is None:
                         return None
                     await asyncio.sleep(min(0.2, self._limits.check_every_s))
-                return f"ended with exit code {code} while starting"
+                return f"{ended} while starting"
         except TimeoutError:
             return f"did not answer within {self._limits.start_timeout_s:g} s (servers.start_timeout_s)"
 
@@ -287,8 +287,8 @@ class Fleet:
         self._join(server)
         while True:
             await self._wait_for_next_check(server)
-            if (code := handle.poll()) is not None:
-                return f"ended with exit code {code}"
+            if (ended := handle.why_ended()) is not None:
+                return ended
             if server.quarantined:
                 return server.quarantined
             fault = await self._fault(handle.url)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
 
@@ -18,25 +18,36 @@ GRACE_S = 5.0
 
 
 class ServerProcess:
-    """An inference server, on this machine or on another one."""
+    """An inference server, on this machine or on others.
 
-    def __init__(self, process: Process, url: str) -> None:
-        self.process, self.url = process, url
+    Args:
+        parts: Its processes, the head first; one on each node that it spans.
+        url: Where the head listens.
+    """
 
-    def poll(self) -> int | None:
-        """Exit status, or None while it runs."""
-        return self.process.poll()
+    def __init__(self, parts: Sequence[Process], url: str) -> None:
+        self.parts, self.url = tuple(parts), url
+
+    def why_ended(self) -> str | None:
+        """None while all parts run. The head of a server that spans nodes answers health checks also when a part is gone."""
+        for part in self.parts:
+            if (status := part.poll()) is not None:
+                which = "" if part is self.parts[0] else f"its part {part.name} "
+                return f"{which}ended with exit code {status}"
+        return None
 
     async def stop(self) -> None:
-        """Ask it to end, kill it after GRACE_S, and return when it has ended."""
-        self.process.terminate()
+        """Ask all parts to end, kill those that still run after GRACE_S, and return when none does."""
+        for part in self.parts:
+            part.terminate()
         await self._wait()
-        self.process.kill()
+        for part in self.parts:
+            part.kill()
         await self._wait()  # another machine takes its time to do so
 
     async def _wait(self) -> None:
         deadline = asyncio.get_running_loop().time() + GRACE_S
-        while self.process.poll() is None and asyncio.get_running_loop().time() < deadline:
+        while any(part.poll() is None for part in self.parts) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
 
 
@@ -69,6 +80,6 @@ def local_fleet(config: Config, folder: RunFolder, plan: DevicePlan, key: str) -
         port = first + slot if first else free_ports(1, host)[0]
         plan, has_moe_layers = devices.plan_with(slot), bool(read_model_contract(folder.model_contract).moe_layers)
         command = server_process(config, folder, plan, slot, host, port, restarts, key, has_moe_layers=has_moe_layers)
-        return ServerProcess(Child(command), f"http://{host}:{port}")
+        return ServerProcess([Child(command)], f"http://{host}:{port}")
 
     return fleet_of(config, start)

@@ -17,6 +17,8 @@ class ParallelismPlan:
     server: ServerPlan
     servers: int
     """Number of servers."""
+    server_nodes: int
+    """Nodes that each server spans."""
     sync_s: float
     """Seconds of a weight update."""
     rollouts_s: float
@@ -99,10 +101,18 @@ def balance(
         )
         if found is not None:
             plans += [
-                ParallelismPlan(scored, found, servers, sync, rollouts_s, work.max_staleness > 0) for scored in searched.best
+                ParallelismPlan(
+                    scored, found, servers, nodes_of_server(found.tensor, node), sync, rollouts_s, work.max_staleness > 0
+                )
+                for scored in searched.best
             ]
             plans.sort(key=lambda plan: (plan.step_s, plan.trainer.seconds))
     return Balanced(plans[:keep], num_evaluated, nearest, server)
+
+
+def nodes_of_server(tensor: int, node: int) -> int:
+    """The fewest nodes of `node` accelerators that hold equal parts of a server with `tensor` of them."""
+    return next(nodes for nodes in range(1, tensor + 1) if tensor % nodes == 0 and tensor // nodes <= node)
 
 
 def _missing_bytes(searched: Searched) -> float:

@@ -33,6 +33,7 @@ def values_of(plan: ParallelismPlan, config: Config) -> dict[str, dict[str, obje
         "servers": {
             "count": plan.servers,
             "tensor": plan.server.tensor,
+            "nodes": plan.server_nodes if plan.server_nodes > 1 else None,
             "max_num_seqs": plan.server.sequences,
             "extra_arguments": arguments or None,
         },

@@ -90,7 +90,8 @@ def print_details(console: Console, counts: ParameterCounts, work: Workload, pla
     print_trainer(console, counts, work, plan.trainer, machine)
     server = plan.server
     spread = f", experts over {server.expert} ranks" if server.expert > 1 else ""
-    console.print(f"\n[bold]rollouts[/bold]: {plan.servers} servers of {server.tensor}{spread}")
+    wide = f", each over {plan.server_nodes} nodes" if plan.server_nodes > 1 else ""
+    console.print(f"\n[bold]rollouts[/bold]: {plan.servers} servers of {server.tensor}{wide}{spread}")
     console.print(
         f"  weights {server.weights_gib:.1f} GiB and caches {server.cache_gib:.1f} GiB on each accelerator "
         f"({work.rollout_weights})"

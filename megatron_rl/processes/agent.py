@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_rl.config import RunFolder
 from megatron_rl.errors import RunError, UserError
-from megatron_rl.processes.addresses import AddressError, address_of_interface
+from megatron_rl.processes.addresses import AddressError, address_of_interface, interface_of
 from megatron_rl.processes.child import Child, Command, ProcessError, stop_all
 from megatron_rl.processes.ports import free_ports
 from megatron_rl.wire.access import key_from_environment
@@ -103,7 +103,7 @@ class Agent:
             child.kill() if order.kill else child.terminate()
 
     async def _start(self, order: StartOrder) -> None:
-        environment = {**order.env, ADDRESS_VARIABLE: self._address}
+        environment = {**gloo_interface(self._address), **order.env, ADDRESS_VARIABLE: self._address}
         try:
             self._children[order.process] = Child(
                 Command(order.name, order.argv, Path(order.log_file), environment, order.stop_signal)
@@ -151,6 +151,12 @@ def own_address(place: OrchestratorPlace, interface: str | None) -> str:
             f"the host name {place.host} has the address {host} there, which no other node can reach; set slurm.interface"
         )
     return address_of_interface(interface) if interface else address_towards(host, int(port))
+
+
+def gloo_interface(address: str) -> dict[str, str]:
+    """The variable by which Gloo listens at this node's address. Without it, it takes the host name's, maybe a loopback one."""
+    interface = interface_of(address)
+    return {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", interface)} if interface else {}
 
 
 def devices_here(gpus: int) -> tuple[str, ...]:

@@ -74,13 +74,13 @@ class DevicePlan:
         order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if devices else {}
         return {**order, VISIBLE_DEVICES: ",".join(devices)}
 
-    def extended(self, demand: Demand) -> "DevicePlan":
-        """The plan with one more process, which gets GPUs that no other one has.
+    def extended(self, *demands: Demand) -> "DevicePlan":
+        """The plan with further processes, which get GPUs that no other one has.
 
         Raises:
             DevicePlanError: None are left on its machine.
         """
-        return plan_devices(self.machines, (*self.demands, demand))
+        return plan_devices(self.machines, (*self.demands, *demands))
 
     def lines(self) -> list[str]:
         """One line a process, for a person."""

@@ -35,9 +35,9 @@ class VllmEngine:
         """`megatron_rl.inference.vllm.plugin.serve` with vLLM's own arguments."""
         return server_command(settings)
 
-    def devices_per_server(self, tensor_parallel_size: int, extra_arguments: Sequence[str]) -> int:
+    def devices_per_server(self, tensor_parallel_size: int, extra_arguments: Sequence[str], num_nodes: int = 1) -> int:
         """Tensor x pipeline x data parallelism; the extra arguments have the last word."""
-        return devices_per_server(tensor_parallel_size, extra_arguments)
+        return devices_per_server(tensor_parallel_size, extra_arguments, num_nodes)
 
     def cluster_environment(self, address: str) -> Mapping[str, str]:
         """The address that vLLM's own processes use among each other."""

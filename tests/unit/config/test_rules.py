@@ -33,6 +33,7 @@ REFUSED = [
     ({"trainer": {"updates_per_step": 3}}, "not a multiple"),
     ({"trainer": {"collective_timeout_s": 300}}, "collective_timeout_s = 300 is not above weight_sync.timeout_s = 300"),
     ({"servers": {"first_port": 65535, "count": 2}}, "exceeds port 65535"),
+    ({"servers": {"tensor": 6, "nodes": 4}}, "tensor = 6 is not a multiple of servers.nodes = 4"),
     ({"optimizer": {"learning_rate": float("inf")}}, "finite"),
     ({"servers": {"request_timeout_s": float("inf")}}, "finite"),
     ({"optimizer": {"min_learning_rate": 1.0}}, "min_learning_rate"),

@@ -19,6 +19,7 @@ from megatron_rl.launch.slurm_job import count_attempt
 from megatron_rl.launch.submit import points, warning_about
 
 CONFIG = str(Path(__file__).parents[3] / "model_configs" / "tiny-moe-cpu.toml")
+TWO_NODES = ["--servers.tensor", "2", "--servers.nodes", "2", "--slurm.rollouts.nodes", "2"]
 GPUS = ["--slurm.trainer.gpus_per_node", "8", "--slurm.rollouts.gpus_per_node", "8"]
 
 
@@ -167,8 +168,21 @@ def test_a_bad_profile_is_named(tmp_path, text, expected):
     [
         (["--slurm.trainer.nodes", "3"], "layout.world_size = 2 is not a multiple of slurm.trainer.nodes = 3"),
         ([*GPUS, "--layout.world_size", "16"], "trainer node 0 has 8 GPUs for this run, and 16 are needed there"),
-        (["--slurm.rollouts.nodes", "2"], "servers.count = 1 is below slurm.rollouts.nodes = 2"),
-        ([*GPUS, "--servers.tensor", "16"], "a server is on one node"),
+        (["--slurm.rollouts.nodes", "2"], "servers.count = 1 x servers.nodes = 1 is below slurm.rollouts.nodes = 2"),
+        ([*GPUS, "--servers.tensor", "16"], "each tensor-parallel rank; raise servers.nodes to 2"),
+        (
+            [*GPUS, "--servers.tensor", "16", "--servers.nodes", "2", "--slurm.rollouts.nodes", "3", "--servers.count", "2"],
+            "slurm.rollouts.nodes = 3 is not a multiple of servers.nodes = 2",
+        ),
+        (
+            [*GPUS, "--servers.tensor", "16", "--servers.nodes", "2", "--slurm.rollouts.nodes", "4"],
+            "servers.count = 1 x servers.nodes = 2 is below slurm.rollouts.nodes = 4",
+        ),
+        (
+            [*TWO_NODES, "--servers.extra_arguments", '["-dp", "2"]'],
+            "servers.nodes = 2 with 2 data-parallel replicas in servers.extra_arguments",
+        ),
+        (["--servers.tensor", "3", "--servers.nodes", "2"], "servers.tensor = 3 is not a multiple of servers.nodes = 2"),
         (
             [*GPUS, "--servers.count", "3", "--servers.tensor", "4"],
             "rollouts node 0 has 8 GPUs for this run, and 12 are needed there",

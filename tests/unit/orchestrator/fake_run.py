@@ -65,8 +65,8 @@ class FakeServer:
     url: str
     code: int | None = None
 
-    def poll(self):
-        return self.code
+    def why_ended(self):
+        return None if self.code is None else f"ended with exit code {self.code}"
 
     async def stop(self): ...
 

@@ -12,6 +12,7 @@ from megatron_rl.processes import DevicePlanError, ProcessError
 from tests.unit.processes.test_device_plan import assert_disjoint
 
 SHIPPED = sorted((Path(__file__).parents[3] / "model_configs").glob("*.toml"))
+ON_ONE_NODE = [path for path in SHIPPED if load_config(path, []).servers.nodes == 1]
 TINY = Path(__file__).parents[3] / "model_configs" / "tiny-moe-cpu.toml"
 
 
@@ -62,9 +63,40 @@ def test_a_cluster(nodes, count, width):
         assert found.machine == f"rollouts node {slot % nodes}" and len(found.devices) == width
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize(("num_nodes", "span", "count"), [(2, 2, 1), (4, 2, 2), (4, 2, 4), (6, 3, 3)])
+def test_a_server_that_spans_nodes_has_an_equal_part_of_its_gpus_on_each(num_nodes, span, count):
+    config = gpu_run(8, count, 4 * span, "--servers.nodes", str(span))
+    plan = cluster_plan(config, [numbered(8)], [numbered(8)] * num_nodes)
+    assert_disjoint(plan)
+    for slot in range(count):
+        parts = [a for a in plan.assignments if a.process.partition(".")[0] == f"server-{slot}"]
+        assert [a.process for a in parts] == [f"server-{slot}", *(f"server-{slot}.{part}" for part in range(1, span))]
+        first = int(parts[0].machine.rpartition(" ")[2])
+        assert first % span == 0, "servers share all of their nodes, or none"
+        assert [a.machine for a in parts] == [f"rollouts node {first + part}" for part in range(span)]
+        assert all(len(a.devices) == 4 for a in parts)
+    used = {a.machine for a in plan.assignments if a.process.startswith("server")}
+    assert len(used) == min(num_nodes, count * span)
+
+
+def test_a_server_that_spans_nodes_does_not_start_on_one_machine():
+    config = gpu_run(1, 1, 4, "--servers.nodes", "2")
+    with pytest.raises(DevicePlanError, match="servers.nodes = 2: one machine is one node.* by `megatron-rl launch`"):
+        local_plan(config, numbered(8))
+
+
+def test_all_parts_of_a_server_that_is_added_get_gpus_or_none_does():
+    config = gpu_run(1, 1, 4, "--servers.nodes", "2")
+    plan = cluster_plan(config, [numbered(1)], [numbered(4), numbered(3)])
+    devices = ServerDevices(config, plan, first_machine=1, num_machines=2)
+    with pytest.raises(ProcessError, match="no GPUs are left for server 1: rollouts node 1 has 3 GPUs"):
+        devices.plan_with(1)
+    assert "server-1" not in devices.plan_with(0)
+
+
+@pytest.mark.parametrize("path", ON_ONE_NODE, ids=lambda path: path.stem)
 def test_every_shipped_configuration(path):
-    """On one machine that has as many GPUs as it needs."""
+    """On one machine that has as many GPUs as it needs; tests/unit/launch has all of them on a cluster."""
     config = load_config(path, [])
     plan = local_plan(config, numbered(gpus_of_run(config)))
     assert_disjoint(plan)

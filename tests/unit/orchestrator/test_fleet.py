@@ -27,8 +27,8 @@ class FakeServer:
     def __init__(self, url: str) -> None:
         self.url, self.code, self.healthy, self.stopped = url, None, True, False
 
-    def poll(self) -> int | None:
-        return self.code
+    def why_ended(self) -> str | None:
+        return None if self.code is None else f"ended with exit code {self.code}"
 
     async def stop(self) -> None:
         await asyncio.sleep(0.01)

@@ -15,7 +15,7 @@ import pytest
 from megatron_rl.orchestrator import control_app, listen, serving
 from megatron_rl.processes import Command, Nodes, ProcessError
 from megatron_rl.processes.addresses import AddressError, address_of_interface
-from megatron_rl.processes.agent import Agent, devices_here, own_address
+from megatron_rl.processes.agent import Agent, devices_here, gloo_interface, own_address
 from megatron_rl.wire.client import OrchestratorGoneError
 from megatron_rl.wire.control import Status
 from megatron_rl.wire.nodes import NodeRequest, OrchestratorPlace, ProcessEnded, StopOrder
@@ -198,6 +198,14 @@ def test_a_node_announces_an_address_that_other_nodes_can_reach():
     assert own_address(OrchestratorPlace("1.0", socket.gethostname(), "http://127.0.0.1:80"), None) == "127.0.0.1"
     with pytest.raises(AddressError, match=r"slurm\.interface"):
         own_address(OrchestratorPlace("1.0", "another-host", "http://127.0.1.1:80"), None)
+
+
+def test_processes_use_the_interface_of_their_nodes_address(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert gloo_interface("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert gloo_interface("192.0.2.7") == {}  # of no interface here
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")  # exported by slurm.prologue
+    assert gloo_interface("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "ib0"}
 
 
 @pytest.mark.parametrize(("given", "expected"), [("4,5,6,7", ("4", "5")), (None, ("0", "1"))])

@@ -1,5 +1,8 @@
 """A rollout server: `python -m megatron_rl.inference.vllm.plugin.serve ARGS`, where ARGS are those of vLLM's API server.
 
+With `--headless` among them it is a further part of a server that spans nodes: workers without an HTTP server, which take their
+orders from the head (`server.py`). `vllm serve` knows that option, vLLM's API server does not.
+
 What it adds to `python -m vllm.entrypoints.openai.api_server ARGS`:
 
 - **No process is left over.** When the process that started it exits, the server ends; when the server exits, however that
@@ -19,6 +22,7 @@ from typing import Any
 
 from megatron_rl.inference.vllm.plugin.lifetime import lead_the_server
 
+HEADLESS = "--headless"
 CPUS_VARIABLE = "MEGATRON_RL_SERVER_CPUS"
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -33,8 +37,25 @@ def main() -> None:
 
     if current_platform.is_cpu():
         _fork_the_engine()
+    if HEADLESS in sys.argv:
+        _run_workers(sys.argv[1:])
+        return
     sys.argv[0] = "api_server"
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=False)
+
+
+def _run_workers(argv: list[str]) -> None:
+    """`vllm serve ARGV`, but not by that command: it asks for a distribution named vllm, and the CPU build has another name."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own entry points do
+    parser = FlexibleArgumentParser()
+    command = ServeSubcommand()
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    arguments = parser.parse_args([command.name, *argv])
+    command.validate(arguments)
+    command.cmd(arguments)
 
 
 def _fork_the_engine() -> None:

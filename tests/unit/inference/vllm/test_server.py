@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from megatron_rl.inference.engine import ServerSettings
+from megatron_rl.inference.engine import ServerPart, ServerSettings
 from megatron_rl.inference.vllm.server import server_command
 
 CPU = {
@@ -85,12 +85,51 @@ def test_extra_arguments_come_last_and_so_have_the_last_word():
     assert argv[-2:] == ["--max-num-seqs", "3"]
 
 
+def test_a_server_that_spans_nodes_is_a_head_and_workers_that_know_where_it_is():
+    commands = [
+        server_command(
+            ServerSettings(
+                "/models/big", f"10.0.0.{index}", 8123, **GPU, tensor_parallel_size=8, part=ServerPart(index, 2, "10.0.0.0", 4000)
+            )
+        )
+        for index in range(2)
+    ]
+    for index, (argv, _) in enumerate(commands):
+        place = {"--nnodes": "2", "--node-rank": str(index), "--master-addr": "10.0.0.0", "--master-port": "4000"}
+        assert {name: option(argv, name) for name in place} == place
+        assert option(argv, "--distributed-executor-backend") == "mp" and option(argv, "--tensor-parallel-size") == "8"
+        assert ("--headless" in argv) == (index > 0)
+    head, other = (argv for argv, _ in commands)
+    of_their_own = {"10.0.0.0", "10.0.0.1", "0", "1", "--headless"}
+    assert [word for word in head if word not in of_their_own] == [word for word in other if word not in of_their_own]
+    alone, _ = server_command(ServerSettings("/models/big", "10.0.0.5", 8123, **GPU, tensor_parallel_size=8))
+    assert "--nnodes" not in alone and "--distributed-executor-backend" not in alone
+
+
+def test_a_part_with_one_worker_keeps_its_cores():
+    _, env = server_command(
+        ServerSettings("m", "127.0.0.1", 1, **CPU, threads=2, tensor_parallel_size=2, part=ServerPart(1, 2, "127.0.0.1", 2))
+    )
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and env["OMP_NUM_THREADS"] == "2"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"weight_transport": "carrier pigeon"}, "'carrier pigeon'"),
         ({"kv_cache_gib": None}, "neither kv_cache_gib nor gpu_memory_utilization"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 and cpus is None"),
+        ({"tensor_parallel_size": 2}, "a node has 2 workers of a server .* and cpus is None"),
+        ({"tensor_parallel_size": 4, "part": ServerPart(0, 2, "10.0.0.5", 4000)}, "a node has 2 workers of a server"),
+        (
+            {"tensor_parallel_size": 3, "part": ServerPart(0, 2, "10.0.0.5", 4000)},
+            "the 3 workers of a server .* servers.nodes = 2",
+        ),
+        (
+            {"tensor_parallel_size": 2, "part": ServerPart(0, 2, "h", 1), "extra_arguments": ["-dp", "2"]},
+            "servers.nodes = 2 with 2 data-parallel replicas",
+        ),
+        ({"extra_arguments": ["--enable_expert_parallel"]}, "that some are on other workers, and crashes"),
+        ({"extra_arguments": ["--nnodes=2", "--node_rank", "1"]}, "has --nnodes=2, --node_rank: .* set servers.nodes"),
         ({"tensor_parallel_size": 2, "cpus": [1]}, "at least 2"),
     ],
 )
