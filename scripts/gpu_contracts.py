@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from contracts import answers, imports, megatron, packing, quantisation, serving
+from contracts import answers, imports, megatron, packing, quantisation, serving, spanning
 from contracts.facts_file import differences, readable
 from contracts.wheels import ROOT, SOURCE_PACKAGE, pinned_versions, sources
 
@@ -87,6 +87,7 @@ def derive(versions: dict[str, str], roots: dict[str, Path]) -> tuple[dict[str, 
     part("vllm / *", lambda: serving.serving_facts(vllm), serving.missing_in, lambda _: serving.refused_starts(vllm))
     part("vllm / response", lambda: serving.response_facts(vllm))
     part("vllm / answers", lambda: answers.make_answers(vllm), answers.what_does_not_decode)
+    part("vllm / spanning", lambda: spanning.spanning_facts(vllm), spanning.what_is_not_right)
     part("vllm / packed", lambda: packing.packing_facts(vllm), lambda found: packing.what_is_not_received(vllm, found))
     quantised = (roots["nvidia-modelopt"], roots["transformer-engine"])
     part("quantisation", lambda: quantisation.quantisation_facts(*quantised), quantisation.differences)

@@ -5,6 +5,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from urllib.parse import parse_qsl
 
 import httpx
 
-from megatron_rl.inference.engine import ServerSettings
+from megatron_rl.inference.engine import ServerPart, ServerSettings
 from megatron_rl.inference.errors import ServerError
 from megatron_rl.inference.sender import ServerAddress
 from megatron_rl.inference.vllm.client import VllmClient
@@ -37,8 +38,25 @@ SAMPLINGS = {
 }
 
 
+SPANNING = ServerPart(index=0, count=4, head_address="10.0.0.1", head_port=4000)
+"""A server of `SPANNING_GPUS` over nodes, as in model_configs/kimi-k2.toml: its head."""
+SPANNING_GPUS = 32
+
+
+def spanning_settings() -> Iterator[ServerSettings]:
+    """All parts of a server that spans nodes."""
+    whole = next(_settings_on_one_node())
+    for index in range(SPANNING.count):
+        yield replace(whole, tensor_parallel_size=SPANNING_GPUS, part=replace(SPANNING, index=index))
+
+
 def server_settings() -> Iterator[ServerSettings]:
     """A GPU server in every way that the program starts one."""
+    yield from _settings_on_one_node()
+    yield from spanning_settings()
+
+
+def _settings_on_one_node() -> Iterator[ServerSettings]:
     for has_moe_layers, source, utilization in product((True, False), ("native", "processed_logprobs", None), (None, 0.9)):
         yield ServerSettings(
             model_folder="/model", host="127.0.0.1", port=1, device="cuda", dtype="bfloat16", max_sequence_length=64,

@@ -15,7 +15,7 @@ import pytest
 from megatron_rl.inference.vllm.nccl import NcclSender
 from megatron_rl.inference.vllm.server import server_command
 from megatron_rl.wire.tensor_spec import DTYPE_BYTES
-from scripts.contracts import answers, imports, megatron, packing, program, quantisation, serving, te_models
+from scripts.contracts import answers, imports, megatron, packing, program, quantisation, serving, spanning, te_models
 from scripts.contracts.facts_file import differences
 from scripts.contracts.wheels import ROOT, pinned_versions
 from tests.contracts.kept import DERIVE, FACTS, cache_folder
@@ -52,6 +52,14 @@ def test_no_server_is_started_with_what_vllm_refuses():
         assert ("--return-sampling-mask" in argv) == (settings.keep_set_source == "native")
         assert argv[argv.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert program.sampling_requests()["native, truncated"]["sampling_params"]["top_k"] > 0
+
+
+def test_a_server_that_spans_nodes_has_one_worker_on_each_gpu_and_each_is_in_the_weight_group():
+    """By vLLM's own functions from the program's command lines; and what its command does on a node without the head."""
+    assert spanning.what_is_not_right(FACTS["vllm"]["spanning"]) == []
+    changed = copy.deepcopy(FACTS["vllm"]["spanning"])
+    changed["workers"][1][0][2] = 1  # two members of the same rank
+    assert len(spanning.what_is_not_right(changed)) == 1
 
 
 def test_answers_of_their_classes_decode_to_what_was_sampled():
