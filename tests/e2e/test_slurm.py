@@ -18,6 +18,7 @@ import pytest
 
 from megatron_rl.config import RunFolder
 from megatron_rl.launch.slurm import job_of
+from megatron_rl.metrics import read_rows
 from tests.e2e.runs import CONFIG, PROGRAM, REPOSITORY, SMALL, eventually, kill_9, process_of, processes_of, run, said
 from tests.e2e.test_kill import (
     START_S,
@@ -122,6 +123,44 @@ def test_a_job_at_its_time_limit_requeues_itself_and_ends_with_the_same_bits(sub
     assert_nothing_was_lost(job)
     files = [file for folder in (job.folder.path, slurm) for file in folder.rglob("*") if file.is_file()]
     assert files and not [file for file in files if key.encode() in file.read_bytes()]
+
+
+SPANNING = ["--slurm.rollouts.nodes", "2", "--servers.count", "1", "--servers.tensor", "2", "--servers.nodes", "2"]
+"""One server whose two workers are on two nodes."""
+
+
+def node_of(pid: int) -> str:
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return next(item for item in variables if item.startswith("SLURMD_NODENAME="))
+
+
+def server_parts(folder: Path) -> tuple[list[int], list[int]]:
+    """Processes of the server's head, and of its part on the other node; the first of each is the one that was started."""
+    started = [(pid, line) for pid, line in processes_of(folder) if "-m megatron_rl.inference.vllm.plugin.serve " in line]
+    return (
+        sorted(pid for pid, line in started if "--headless" not in line),
+        sorted(pid for pid, line in started if "--headless" in line),
+    )
+
+
+@slow
+def test_a_server_that_spans_two_nodes_takes_updates_and_is_started_again_as_a_whole_when_a_part_is_killed(submitted, tmp_path):
+    job = submitted(tmp_path / "spanning", *SPANNING)
+    after_step(1)(job.folder)
+    head, other = server_parts(job.folder.path)
+    assert head and other
+    assert node_of(head[0]) != node_of(other[0])
+    kill_9(other[0])
+    job.wait()
+    events = job.folder.logs / "events.log"
+    assert said(events, "left: its part server-0.1 ended with exit code -9")
+    probes = [
+        row.values["probe/abs_dlogp_mean"] for row in read_rows(job.folder.metrics_file) if "probe/num_loss_tokens" in row.values
+    ]
+    assert len(probes) > 1 and max(probes) < 1e-4, probes
+    assert "world_size=2 rank=1" in (job.folder.logs / "server-0.1.log").read_text()
+    assert job.log.count("the orchestrator ended") == 1
+    assert_nothing_was_lost(job)
 
 
 @slow
