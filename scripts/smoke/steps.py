@@ -77,6 +77,7 @@ def _on_gpus(folder: Path) -> list[Step]:
     qat = ("--precision.training", "qat", "--precision.rollouts", "nvfp4")
     # A bound that every step meets: whether the two agree is the number to look at.
     native = ("--precision.training", "native", "--precision.rollouts", "nvfp4", "--weight_sync.probe_tolerance", "10.0")
+    kernels = (_pytest("tests/gpu/test_nvfp4.py"),)
     return [
         Step("installed", "versions are those that the contracts are of", (_pytest("tests/gpu/test_installed.py"),), gpus=1),
         Step("keep-set", "keep-set kernels against float64", (_pytest("tests/gpu/test_keep_set.py"),), 180, gpus=1),
@@ -90,6 +91,7 @@ def _on_gpus(folder: Path) -> list[Step]:
         ),
         _training(folder, "deterministic", "two deterministic steps", (*pair, *DETERMINISTIC), gpus=2),
         _rerun(folder, "rerun", "deterministic", gpus=2),
+        Step("nvfp4-bytes", "NVFP4: Transformer Engine's kernel gives the servers' bytes", kernels, 180, gpus=1, needs_fp4=True),
         _training(folder, "nvfp4", "NVFP4: servers with vLLM's layers, QAT", (*pair, *qat), gpus=2, needs_fp4=True),
         _training(folder, "nvfp4-native", "NVFP4: Transformer Engine's products", (*pair, *native), gpus=2, needs_fp4=True),
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_rl.config import load_config
 from megatron_rl.processes.gpus import Gpu
-from scripts.smoke.runner import NUMBERS, Verdict, run_steps, why_skipped
+from scripts.smoke.runner import NUMBERS, Verdict, run_step, run_steps, why_skipped
 from scripts.smoke.steps import CONFIG, PROGRAM, Step, steps
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,8 @@ def test_a_machine_gets_the_steps_that_its_gpus_suffice_for():
     assert passing(1) == alone
     assert passing(2) == alone | {"nccl", "deterministic", "rerun", "times"}
     assert passing(3) == passing(8) == passing(2) | {"tp2", "ep2", "pp2"}
-    assert passing(8, (10, 0)) == passing(8) | {"nvfp4", "nvfp4-native"}
+    assert passing(8, (10, 0)) == passing(8) | {"nvfp4-bytes", "nvfp4", "nvfp4-native"}
+    assert passing(1, (10, 0)) == alone | {"nvfp4-bytes"}
     assert passing(0) == {"doctor", "contracts", "keep-set-interpreted", "cpu", "cpu-rerun", "times"}
 
 
@@ -64,6 +65,14 @@ def test_each_step_has_a_verdict_its_numbers_and_its_log(tmp_path):
     assert "none of these passed" in after.reason
     assert wide.reason == "needs 2 GPUs; there is 1"
     assert [v["step"] for v in json.loads((tmp_path / "verdicts.json").read_text())] == ["good", "bad", "slow", "after", "wide"]
+
+
+def test_a_check_that_is_skipped_on_a_machine_with_gpus_has_not_passed(tmp_path, monkeypatch):
+    """As with a build of torch for the CPU, which sees no GPU either."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (step,) = (step for step in steps(tmp_path, machine(1)) if step.name == "muon")
+    verdict = run_step(step, tmp_path, 300.0)
+    assert verdict.verdict == "fail" and "skipped" in verdict.reason
 
 
 def test_what_would_begin_after_the_time_is_skipped(tmp_path):
