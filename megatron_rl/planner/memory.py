@@ -14,6 +14,7 @@ from megatron_rl.planner.activations import (
 from megatron_rl.planner.counts import ParameterCounts
 from megatron_rl.planner.machine import Machine
 from megatron_rl.planner.optimizers import OPTIMIZERS
+from megatron_rl.planner.rollouts import WEIGHT_BYTES
 from megatron_rl.planner.workload import GIB, Candidate, Workload
 
 CHUNK_BYTES = 16 << 20
@@ -73,12 +74,18 @@ def static_terms(counts: ParameterCounts, work: Workload, candidate: Candidate, 
         untrained += held.dense.untrained + held.expert.untrained
     return {
         "parameters": work.parameter_bytes * buffers + 4.0 * untrained,
-        # One fake-quantised copy of each matrix, which all microbatches in flight use.
-        "quantised weights": float(work.parameter_bytes * matrices) if work.rollout_weights == "nvfp4" else 0.0,
+        "quantised weights": _bytes_per_quantised_element(work) * matrices,
         "gradients": 4.0 * buffers,
         "master weights": 0.0 if work.parameter_bytes == 4 else 4.0 * shard,
         "optimizer state": OPTIMIZERS[work.optimizer].state_bytes(shard, matrix_shard),
     }
+
+
+def _bytes_per_quantised_element(work: Workload) -> float:
+    """One fake-quantised copy of each matrix, which all microbatches in flight use; with products in FP4 its packed bytes."""
+    if work.rollout_weights != "nvfp4":
+        return 0.0
+    return work.parameter_bytes + (WEIGHT_BYTES["nvfp4"] if work.keeps_packed_weights else 0.0)
 
 
 def rank_memory(counts: ParameterCounts, work: Workload, candidate: Candidate, machine: Machine, stage: int) -> Memory:

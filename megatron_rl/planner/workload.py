@@ -33,6 +33,8 @@ class Workload:
     """Whether the products of the Newton-Schulz iteration are in fp32."""
     rollout_weights: str = "bf16"
     """Precision of the servers' weights: fp32, bf16, fp8 or nvfp4."""
+    keeps_packed_weights: bool = False
+    """Whether the trainer keeps the servers' bytes beside their values, as products in FP4 need them."""
     scoring_passes: int = 1
     """Forward passes without gradient over the step's tokens, for the log-probs of the old policy and of the reference."""
     updates: int = 1
@@ -155,6 +157,7 @@ def workload_of(
         muon_round_bytes=config.optimizer.muon.round_mib << 20,
         muon_in_fp32=config.optimizer.muon.newton_schulz_dtype == "float32",
         rollout_weights=rollout_weights or _weights_of_servers(config),
+        keeps_packed_weights=config.precision.training == "native",
         scoring_passes=int(objective.old_policy == "recomputed") + int(objective.kl_coefficient > 0),
         updates=config.trainer.updates_per_step,
         keeps_reference=objective.kl_coefficient > 0,

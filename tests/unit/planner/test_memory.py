@@ -31,7 +31,10 @@ def test_muon_keeps_one_moment_of_the_matrices() -> None:
 def test_quantised_copies_of_the_matrices() -> None:
     held = QWEN.chunk(EIGHT.layout, 0, 0)
     terms = static_terms(QWEN, replace(WORK, rollout_weights="nvfp4"), EIGHT, 0)
-    assert terms["quantised weights"] == 2 * (held.dense.matrices + held.expert.matrices)
+    matrices = held.dense.matrices + held.expert.matrices
+    assert terms["quantised weights"] == 2 * matrices
+    native = static_terms(QWEN, replace(WORK, rollout_weights="nvfp4", keeps_packed_weights=True), EIGHT, 0)
+    assert native["quantised weights"] == 2.5625 * matrices
 
 
 def test_activations_of_a_layer_by_hand() -> None:
