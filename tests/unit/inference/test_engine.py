@@ -1,5 +1,6 @@
 """The contract of an inference engine: another one than vLLM drives a run; what an engine does not offer is refused by name."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from megatron_rl.config import Config
 from megatron_rl.inference import registry
 from megatron_rl.inference.engine import InferenceEngine
 from megatron_rl.inference.errors import UnsupportedByEngineError
+from megatron_rl.inference.vllm.engine import VllmEngine
 from tests.architecture.source import REPOSITORY
 from tests.unit.inference.tiny_engine import TinyEngine
 
@@ -80,3 +82,8 @@ def test_vllm_has_one_transport_on_each_device(device, transport, offered):
 def test_the_tiny_engine_offers_all_of_the_contract():
     offered = [name for name in vars(InferenceEngine) if not name.startswith("_")]
     assert len(offered) > 5 and [name for name in offered if not hasattr(TinyEngine, name)] == []
+    methods = [name for name in offered if inspect.isfunction(vars(InferenceEngine)[name])]
+    for engine in (TinyEngine, VllmEngine):
+        for name in methods:
+            asked, taken = (list(inspect.signature(getattr(of, name)).parameters) for of in (InferenceEngine, engine))
+            assert taken == asked, name

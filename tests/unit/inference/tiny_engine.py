@@ -25,7 +25,7 @@ class TinyEngine:
         argv = [sys.executable, "-m", "tests.unit.inference.tiny_server", settings.host, str(settings.port)]
         return argv, {KEY_VARIABLE: settings.key}
 
-    def devices_per_server(self, tensor_parallel_size, extra_arguments):
+    def devices_per_server(self, tensor_parallel_size, extra_arguments, num_nodes=1):
         return tensor_parallel_size
 
     def cluster_environment(self, address):
