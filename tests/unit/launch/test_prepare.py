@@ -55,7 +55,7 @@ def test_servers_would_be_built_for_a_quantised_folder(tmp_path: Path, name: str
 @pytest.mark.parametrize(("activations", "algorithm"), [("full", "W4A16_NVFP4"), ("nvfp4", "NVFP4")])
 def test_servers_with_nvfp4_layers_get_a_config_with_the_quantisation(tmp_path: Path, activations: str, algorithm: str) -> None:
     """The trainer's model is unchanged."""
-    make_random_model(tmp_path / "m", MODEL, seed=0)
+    make_random_model(tmp_path / "m", {**MODEL, "intermediate_size": 64}, seed=0)
     plain = config(tmp_path / "m").model_dump()
 
     def on(device: str) -> Config:
