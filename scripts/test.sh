@@ -22,7 +22,7 @@ if (($# > 0)); then
 else
     bash scripts/lint.sh || status=$?
     side_by_side --dist worksteal tests/architecture tests/unit tests/contracts
-    side_by_side --dist loadfile tests/e2e
+    side_by_side --dist loadfile --no-loadscope-reorder tests/e2e
     tests tests/distributed tests/gpu
 fi
 exit "$status"

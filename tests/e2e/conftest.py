@@ -8,6 +8,13 @@ import pytest
 from megatron_rl.config import RunFolder
 from tests.e2e.runs import processes_of, run, train_command
 
+LONGEST = ("test_slurm.py", "test_kill.py", "test_train.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that two processes of tests end at about the same time."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory, worker_id) -> RunFolder:
