@@ -55,6 +55,6 @@ def test_a_rank_on_the_cpu_touches_none_of_them(installed):
 
 
 def test_the_stand_ins_are_found_where_they_are_not_hidden(installed):
-    """Megatron-Core would import them: the test above looks at the right thing."""
+    """Megatron-Core would import them, each version another one first: the test above looks at the right thing."""
     done = run(installed, "import megatron.core.extensions.transformer_engine")
-    assert done.returncode != 0 and "transformer_engine" in (installed / "touched").read_text()
+    assert done.returncode != 0 and (installed / "touched").exists(), done.stderr[-2000:]
