@@ -85,7 +85,7 @@ class Spool:
         """
         path = self.path(name)
         kind, _, number = path.stem.partition("_")
-        if kind not in get_args(PlanKind) or not number.isdigit():
+        if kind not in get_args(PlanKind) or not (number.isascii() and number.isdigit()):
             raise SpoolError(f"{name!r}: plan files are named KIND_NUMBER.json, with KIND one of {', '.join(get_args(PlanKind))}")
         try:
             plan = decode(path.read_bytes(), StepPlan)

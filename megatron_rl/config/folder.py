@@ -213,7 +213,7 @@ class RunFolder:
         found = [
             (int(p.name.removeprefix("step_")), p)
             for p in self.checkpoints.glob("step_*")
-            if p.name.removeprefix("step_").isdigit()
+            if p.name.isascii() and p.name.removeprefix("step_").isdigit()
         ]
         return sorted(found)
 

@@ -58,7 +58,18 @@ def check_tree(tree: dict[str, Any], path: Path) -> Config:
     Raises:
         ConfigError: The message lists every problem.
     """
+    if key := _key_with_nul(tree):
+        raise ConfigError(f"{path}: {key} has a NUL character, which no file name, argument or environment variable may have")
     return _validated(Config, tree, path)
+
+
+def _key_with_nul(tree: dict[str, Any]) -> str | None:
+    for key, value in tree.items():
+        if isinstance(value, dict) and (found := _key_with_nul(value)):
+            return f"{key}.{found}"
+        if "\0" in str(key) or (isinstance(value, str | list) and "\0" in "".join(map(str, value))):
+            return repr(key) if "\0" in str(key) else str(key)
+    return None
 
 
 def parse_overrides(words: Sequence[str]) -> list[tuple[str, Any]]:

@@ -32,14 +32,15 @@ class Section(BaseModel):
 class Run(Section):
     """What the run is called, how long it is, and how it is started."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """Name of the run. Its folder is `run.folder`/`run.name`."""
     folder: Path = Path("runs")
     """Folder that holds the folders of runs. On a cluster, all nodes have to see it."""
     steps: Positive
     """Number of training steps of the run. A resumed run ends at the same step."""
-    seed: NonNegative = 0
-    """Seed of sampling, of random weights, and of the order of prompts."""
+    seed: int = Field(default=0, ge=0, le=2**31 - 1)
+    """Seed of sampling, of random weights, and of the order of prompts. The servers' seeds are counted up from it; numpy, which
+    vLLM seeds, takes none above 2^32 - 1."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer and the servers compute; nothing else decides it. cpu: no process sees a GPU. auto: cuda where the
     NVIDIA driver is loaded, otherwise cpu."""

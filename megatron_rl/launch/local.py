@@ -71,16 +71,27 @@ def prepare_folder(config: Config, folder: RunFolder) -> None:
 
 
 def check_before_start(config: Config) -> None:
-    """Check the task, the reward function, the engine, the host and ports, and W&B before anything starts.
+    """Check the task, the reward function, the engine, W&B, and this machine's host and ports before anything starts.
 
     Raises:
         UserError: One of them cannot be used as configured.
     """
-    load_task(config.task, config.run.seed)
-    engine_of(config)
+    check_on_any_machine(config)
     check_host(config.servers.host, "servers.host")
     for slot in range(config.servers.count if config.servers.first_port else 0):
         check_port(config.servers.host, config.servers.first_port + slot, f"servers.first_port, server {slot}")
+
+
+def check_on_any_machine(config: Config) -> None:
+    """Check what does not depend on the machine that runs it: the task, the reward function, the engine, and W&B.
+
+    Raises:
+        UserError: One of them cannot be used as configured.
+    """
+    task = load_task(config.task, config.run.seed)
+    if config.supervised.steps:
+        task.solution(0)  # a template that cannot be filled fails here, not in the first supervised step
+    engine_of(config)
     check_sinks(config)
 
 

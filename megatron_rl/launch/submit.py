@@ -25,10 +25,11 @@ from megatron_rl.config import (
     read_tree,
     run_folder,
 )
-from megatron_rl.launch.local import checked_model
+from megatron_rl.inference.engine import ServerPart
+from megatron_rl.launch.local import check_on_any_machine, checked_model
 from megatron_rl.launch.slurm import Job, call_slurm, job_of, job_state
 from megatron_rl.launch.slurm_job import REQUEUE
-from megatron_rl.orchestrator import cluster_plan
+from megatron_rl.orchestrator import cluster_plan, server_process
 from megatron_rl.processes import DevicePlan, DevicePlanError
 from megatron_rl.records import write_atomically
 from megatron_rl.wire.control import encode
@@ -71,8 +72,10 @@ def submissions(
         if suffix:
             name = f"{config.run.name}-{suffix}"
             config = load_for_cluster(path, [*overrides, *words, "--run.name", name], profile)
-        check_job(config)
         folder = RunFolder(run_folder(config).path.absolute())
+        check_job(config)
+        check_on_any_machine(config)
+        check_server_command(config, folder)
         check_startable(folder, resume)
         if resume:
             check_own_config(path, folder)
@@ -100,10 +103,16 @@ def submit(job: Submission) -> str:
     if (earlier := job_of(job.folder)) and (state := job_state(earlier)):
         raise ConfigError(f"{job.folder.path}: its job {earlier.number} is {state}; `megatron-rl stop {job.folder.path}` ends it")
     checked_model(job.config)
+    is_new = not job.folder.config_file.exists()
     job.folder.create(job.config)
     job.folder.attempts_file.unlink(missing_ok=True)
     job.folder.job_script.write_text(job.script)
-    number = call_slurm("sbatch", "--parsable", str(job.folder.job_script)).split(";")[0]
+    try:
+        number = call_slurm("sbatch", "--parsable", str(job.folder.job_script)).split(";")[0]
+    except BaseException:
+        if is_new:  # the name stays free; `submissions` has checked that the folder held nothing
+            shutil.rmtree(job.folder.path)
+        raise
     write_atomically(job.folder.job_file, encode(Job(number)))
     return number
 
@@ -115,7 +124,7 @@ def load_for_cluster(path: Path, words: Sequence[str], profile: Path | None) -> 
         ConfigError: The configuration is not valid.
     """
     tree = read_tree(path, words, profile)
-    if _value_at(tree, "run", "device") in (None, "auto"):
+    if isinstance(tree.get("run", {}), dict) and _value_at(tree, "run", "device") in (None, "auto"):
         gpus = _value_at(tree, "slurm", "trainer", "gpus_per_node")
         tree["run"] = {**tree.get("run", {}), "device": "cpu" if gpus == 0 else "cuda"}
     return check_tree(tree, path)
@@ -127,9 +136,12 @@ def points(sweeps: Sequence[str]) -> Iterator[tuple[list[str], str]]:
     From 'a.b=[1, 2]' and 'c.d=[3]': ['--a.b=1', '--c.d=3'] with 'b-1-d-3', and so on.
 
     Raises:
-        ConfigError: An axis is not written as section.key=[value, value].
+        ConfigError: An axis is not written as section.key=[value, value], or would give two jobs of one configuration.
     """
     axes = [_axis(sweep) for sweep in sweeps]
+    keys = [axis[0][0] for axis in axes]
+    if repeated := sorted({key for key in keys if keys.count(key) > 1}):
+        raise ConfigError(f"--sweep {repeated[0]} is given {keys.count(repeated[0])} times: give all its values in one list")
     for combination in itertools.product(*axes):
         words = [f"--{key}={json.dumps(value)}" for key, value in combination]
         yield words, "-".join(f"{key.rpartition('.')[2]}-{value}" for key, value in combination)
@@ -149,6 +161,17 @@ def check_job(config: Config) -> None:
             broken = str(error).splitlines()
     if broken:
         raise ConfigError("the job is impossible:\n" + "\n".join(f"  {message}" for message in broken))
+
+
+def check_server_command(config: Config, folder: RunFolder) -> None:
+    """Make the command of the first server, as the job will: what the engine refuses is refused before nodes are waited for.
+
+    Raises:
+        UnsupportedByEngineError: The engine cannot be started as configured.
+    """
+    nodes = config.servers.nodes
+    part = ServerPart(0, nodes, "127.0.0.1", 0) if nodes > 1 else None
+    server_process(config, folder, planned_devices(config), 0, "127.0.0.1", 0, restarts=0, key="", has_moe_layers=True, part=part)
 
 
 def planned_devices(config: Config) -> DevicePlan:
@@ -295,4 +318,7 @@ def _axis(sweep: str) -> list[tuple[str, Any]]:
         raise ConfigError(
             f"--sweep {sweep}: write --sweep 'section.key=[value, value]', for example 'optimizer.learning_rate=[1e-6, 3e-6]'"
         )
+    texts = [str(value) for value in values]
+    if repeated := sorted({text for text in texts if texts.count(text) > 1}):
+        raise ConfigError(f"--sweep {sweep}: has {repeated[0]} more than once; each value makes a job, and its run's name")
     return [(key.replace("-", "_"), value) for value in values]

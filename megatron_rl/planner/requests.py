@@ -49,7 +49,7 @@ def named_candidate(text: str, work: Workload, world_size: int) -> Candidate:
     if recompute not in RECOMPUTE:
         raise ConfigError(f"--explain {text}: RECOMPUTE={recompute} is not known; known are {', '.join(RECOMPUTE)}")
     for name, value in values.items():
-        if not value.isdigit() or int(value) < 1:
+        if not (value.isascii() and value.isdigit()) or int(value) < 1:
             raise ConfigError(f"--explain {text}: {name}={value} is not a positive integer")
     numbers = {name: int(value) for name, value in values.items()}
     tokens = numbers.pop("MICROBATCH", work.longest_sequence)

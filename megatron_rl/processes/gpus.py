@@ -55,7 +55,7 @@ def run_program(argv: Sequence[str]) -> str:
         GpuQueryError: It is not there, fails, or hangs.
     """
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", check=False, timeout=_TIMEOUT_S)
     except FileNotFoundError:
         raise GpuQueryError(f"{argv[0]} is not in PATH; it comes with the NVIDIA driver") from None
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -81,8 +81,12 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
     Raises:
         GpuQueryError: It is of another form.
     """
-    found = []
-    for row in csv.reader(text.strip().splitlines(), skipinitialspace=True):
+    found: list[Gpu] = []
+    try:
+        rows = list(csv.reader(text.strip().splitlines(), skipinitialspace=True))
+    except csv.Error as error:
+        raise GpuQueryError(f"the answer of nvidia-smi cannot be read ({error}); check the NVIDIA driver") from None
+    for row in rows:
         try:
             index, name, uuid, memory, capability, driver = (value.strip() for value in row)
             major, minor = capability.split(".")
@@ -91,6 +95,8 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
             found.append(Gpu(index, name, uuid, mib, (int(major), int(minor)), driver))
         except ValueError:
             raise GpuQueryError(f"nvidia-smi answers {','.join(row)!r}, where {', '.join(QUERY)} was expected") from None
+    if len({gpu.index for gpu in found}) < len(found):
+        raise GpuQueryError(f"nvidia-smi lists a GPU more than once: {', '.join(gpu.index for gpu in found)}")
     return tuple(found)
 
 
@@ -101,16 +107,46 @@ def usable_devices(run: Runner = run_program) -> tuple[str, ...]:
         GpuQueryError: CUDA_VISIBLE_DEVICES is not set, and nvidia-smi does not answer.
     """
     given = os.environ.get(VISIBLE_DEVICES)
-    if given is not None:
+    try:
+        gpus = query_gpus(run)
+    except GpuQueryError:
+        if given is None:
+            raise
         return named_devices(given)
-    return tuple(gpu.index for gpu in query_gpus(run))
+    return usable_of(gpus)
+
+
+def usable_of(gpus: Sequence[Gpu]) -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES of a child may name, of the GPUs that nvidia-smi lists.
+
+    Raises:
+        GpuQueryError: CUDA_VISIBLE_DEVICES is not valid, or names a number that is not listed.
+    """
+    given, listed = os.environ.get(VISIBLE_DEVICES), [gpu.index for gpu in gpus]
+    if given is None:
+        return tuple(listed)
+    named = named_devices(given)
+    if unlisted := [name for name in named if name.isdigit() and name not in listed]:
+        raise GpuQueryError(
+            f"{VISIBLE_DEVICES} names GPU {', '.join(unlisted)}, and nvidia-smi lists {', '.join(listed) or 'none'}; correct "
+            "it, or unset it to use all"
+        )
+    return named
 
 
 def named_devices(variable: str) -> tuple[str, ...]:
-    """The devices that a value of CUDA_VISIBLE_DEVICES names; as for CUDA, an entry such as -1 ends the list."""
+    """The devices that a value of CUDA_VISIBLE_DEVICES names; as for CUDA, an entry such as -1 ends the list.
+
+    Raises:
+        GpuQueryError: A device is named twice, or an entry is neither a number nor a UUID.
+    """
     devices: list[str] = []
     for name in (entry.strip() for entry in variable.split(",")):
         if not name or name.startswith("-"):
             break
+        if not (name.isascii() and name.isdigit()) and not name.startswith(("GPU-", "MIG-")):
+            raise GpuQueryError(f"{VISIBLE_DEVICES} = '{variable}': '{name}' is neither a number nor a UUID (GPU-..., MIG-...)")
+        if name in devices:
+            raise GpuQueryError(f"{VISIBLE_DEVICES} = '{variable}': names {name} twice; each GPU is for one process")
         devices.append(name)
     return tuple(devices)

@@ -41,6 +41,8 @@ def check_host(host: str, wanted_for: str) -> None:
     Raises:
         PortError: It is not an address of this machine.
     """
+    if not host:
+        raise PortError(f"{wanted_for} = '': would listen on every address of this machine; use 127.0.0.1, for example")
     try:
         check_port(host, 0, wanted_for)
     except PortError as error:

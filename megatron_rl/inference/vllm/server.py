@@ -146,6 +146,11 @@ def devices_per_server(tensor_parallel_size: int, extra_arguments: Sequence[str]
             f"servers.nodes = {num_nodes} with {sizes['data']} data-parallel replicas in servers.extra_arguments: a server that "
             "spans nodes is one engine; leave them out, and raise servers.count"
         )
+    if num_nodes > 1 and sizes["pipeline"] > 1:
+        raise UnsupportedByEngineError(
+            f"servers.nodes = {num_nodes} with {sizes['pipeline']} pipeline stages in servers.extra_arguments: vLLM returns no "
+            "routes with pipeline parallelism; leave them out, and raise servers.tensor"
+        )
     if num_workers % num_nodes:
         raise UnsupportedByEngineError(
             f"the {num_workers} workers of a server (servers.tensor and servers.extra_arguments) cannot be divided evenly over "
@@ -161,7 +166,7 @@ def _parallel_sizes(tensor_parallel_size: int, extra_arguments: Sequence[str]) -
         kind = _PARALLEL_FLAGS.get(flag if len(flag) <= len("-tp") else flag.replace("_", "-"))
         if kind is None:
             continue
-        if not value.isdigit() or int(value) < 1:
+        if not (value.isascii() and value.isdigit()) or int(value) < 1:
             raise UnsupportedByEngineError(
                 f"servers.extra_arguments has {flag} {value!r}; a positive number has to follow {flag}"
             )

@@ -1,6 +1,5 @@
 """The whole diagnosis: facts of the machine, and for a configuration who computes where and what stands in the way."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from megatron_rl.launch.builds import Builds, check_builds, installed_builds
 from megatron_rl.launch.doctor.facts import Fact, fp4_fact, fused_facts, gpu_facts, machine_facts, software_facts
 from megatron_rl.orchestrator import gpus_of_run, local_plan
 from megatron_rl.processes import Assignment
-from megatron_rl.processes.gpus import Gpu, GpuQueryError, Runner, named_devices, query_gpus, run_program
+from megatron_rl.processes.gpus import Gpu, GpuQueryError, Runner, query_gpus, run_program, usable_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Diagnosis:
         if self.device is not None:
             lines += ["", f"the configuration computes on: {self.device}"]
             lines += [f"  {a.process}: {'GPU ' + ','.join(a.devices) if a.devices else 'no GPU'}" for a in self.assignments]
-            lines += [f"cannot run here: {obstacle}" for obstacle in self.obstacles]
+            lines += [f"cannot run here: {obstacle}" for obstacle in self.obstacles] or ["nothing keeps it from running here"]
         return lines
 
     def as_json(self) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def diagnose(config: Config | None, run: Runner = run_program, builds: Builds | 
     obstacles = [*_build_obstacles(config, builds), *_gpu_obstacles(config, gpus, reason)]
     assignments: tuple[Assignment, ...] = ()
     try:
-        assignments = local_plan(config, () if device == "cpu" else _usable(gpus)).assignments
+        assignments = local_plan(config, () if device == "cpu" else usable_of(gpus)).assignments
     except UserError as error:
         if gpus or not obstacles:
             obstacles += str(error).splitlines()
@@ -81,11 +80,6 @@ def _gpus(run: Runner) -> tuple[tuple[Gpu, ...], str]:
         return query_gpus(run), ""
     except GpuQueryError as error:
         return (), str(error)
-
-
-def _usable(gpus: Sequence[Gpu]) -> tuple[str, ...]:
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return tuple(gpu.index for gpu in gpus) if given is None else named_devices(given)
 
 
 def _build_obstacles(config: Config, builds: Builds) -> list[str]:
@@ -101,7 +95,7 @@ def _gpu_obstacles(config: Config, gpus: Sequence[Gpu], reason: str) -> list[str
         return []
     if not gpus:
         why = reason or "nvidia-smi lists none"
-        remedy = "set run.device = 'cpu', or use a machine with GPUs"
+        remedy = "use a machine with GPUs, `megatron-rl launch` (--dry-run shows its nodes and GPUs), or run.device = 'cpu'"
         return [f"run.device is cuda, and no GPU was found, where the run needs {gpus_of_run(config)}: {why}; {remedy}"]
     if config.precision.training == "native" and not all(gpu.has_fp4 for gpu in gpus):
         return [f"precision.training = 'native': {fp4_fact(tuple(gpus)).reason}; use 'qat', with precision.activations = 'full'"]

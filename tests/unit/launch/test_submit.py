@@ -197,6 +197,20 @@ def test_a_bad_profile_is_named(tmp_path, text, expected):
         (["--slurm.trainer.gpus", "8"], "slurm.trainer.gpus: unknown key; this section has: nodes, gpus_per_node"),
         (["--sweep", "optimizer.learning_rate=3"], "write --sweep"),
         (["--sweep", "optimizer.learning_rat=[3.0]"], "did you mean learning_rate?"),
+        (["--sweep", "run.steps=[1]", "--sweep", "run.steps=[2]"], "--sweep run.steps is given 2 times"),
+        (["--sweep", "run.steps=[1, 1]"], "has 1 more than once"),
+        (["--task.name", "nope"], "nope"),
+        (["--task.reward", "nope:f"], "nope"),
+        (["--task.answer_template", "{nope}"], "task.answer_template"),
+        (["--servers.extra_arguments", '["--nnodes", "2"]'], "servers.extra_arguments has --nnodes"),
+        (["--servers.extra_arguments", '["--data-parallel-rank", "0"]'], "servers.extra_arguments has --data-parallel-rank"),
+        (
+            [*GPUS, *TWO_NODES, "--servers.extra_arguments", '["--pipeline-parallel-size", "2"]'],
+            "servers.nodes = 2 with 2 pipeline stages in servers.extra_arguments",
+        ),
+        (["--run.name", "x" * 300], "run.name"),
+        (["--run.folder", '"\\u0000"'], "folder has a NUL character"),
+        (["--run.seed", "4294967296"], "run.seed"),
         (["--resume"], "holds no run to resume"),
     ],
 )
@@ -225,6 +239,13 @@ def test_the_message_of_sbatch_is_shown(tmp_path, sbatch):
     )
     result = invoke("launch", CONFIG, "--run.folder", str(tmp_path), "--slurm.partition", "fast")
     assert result.exit_code == 2 and "invalid partition specified: fast" in result.output
+    assert not (tmp_path / "tiny-moe-cpu").exists()  # the name stays free
+
+
+def test_a_section_that_is_no_table_is_named(tmp_path):
+    (tmp_path / "run.toml").write_text("run = 5\n")
+    result = invoke("launch", str(tmp_path / "run.toml"), "--dry-run")
+    assert result.exit_code == 2 and "run" in result.output, result.output
 
 
 def test_a_sweep_is_a_job_for_each_point(tmp_path, sbatch):

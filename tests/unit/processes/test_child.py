@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megatron_rl.processes import Child, Command, PortError, ProcessError, check_port, free_ports, stop_all
+from megatron_rl.processes import Child, Command, PortError, ProcessError, check_host, check_port, free_ports, stop_all
 
 SPAWN_AND_SLEEP = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
 
@@ -152,3 +152,9 @@ def test_ports():
         s.listen()
         with pytest.raises(PortError, match=f"servers.first_port: 127.0.0.1:{ports[0]}"):
             check_port("127.0.0.1", ports[0], "servers.first_port")
+
+
+def test_an_empty_host_would_be_every_address():
+    with pytest.raises(PortError, match="servers.host = '': would listen on every address"):
+        check_host("", "servers.host")
+    check_host("127.0.0.1", "servers.host")

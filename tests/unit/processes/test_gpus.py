@@ -62,7 +62,44 @@ def test_the_variable_is_read_as_cuda_reads_it(monkeypatch, variable, devices):
     """CUDA C++ Programming Guide, environment variables: what follows an invalid index is not seen."""
     assert named_devices(variable) == devices
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    assert usable_devices(lambda argv: TWO) == devices
+    listed = "".join(f"{n}, X, GPU-{n}, 1, 9.0, 580\n" for n in range(6))
+    assert usable_devices(lambda argv: listed) == devices
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        ("0,0", "names 0 twice"),
+        ("abc", "'abc' is neither a number nor a UUID"),
+        ("²", "'²' is neither a number nor a UUID"),
+        ("1,7", "names GPU 7, and nvidia-smi lists 0, 1"),
+    ],
+)
+def test_a_variable_that_names_no_gpus_is_refused(monkeypatch, variable, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    with pytest.raises(GpuQueryError, match=expected):
+        usable_devices(lambda argv: TWO)
+
+
+def test_the_variable_alone_counts_where_the_driver_does_not_answer(monkeypatch):
+    def silent(argv):
+        raise GpuQueryError("nvidia-smi does not answer")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert usable_devices(silent) == ("3",)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(GpuQueryError, match="does not answer"):
+        usable_devices(silent)
+
+
+@pytest.mark.parametrize(("answer", "expected"), [(TWO + TWO, "more than once: 0, 1, 0, 1"), ("x" * 300_000, "cannot be read")])
+def test_an_answer_that_cannot_be_is_refused(answer, expected):
+    with pytest.raises(GpuQueryError, match=expected):
+        parse_gpus(answer)
+
+
+def test_output_that_is_not_utf_8_is_read():
+    assert run_program(["printf", "a\\377b"]) == "a\ufffdb"
 
 
 def test_without_the_variable_the_driver_is_asked(monkeypatch):
