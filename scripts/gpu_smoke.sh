@@ -4,7 +4,7 @@
 #   bash scripts/gpu_smoke.sh                              # all steps; logs in gpu_smoke/
 #   bash scripts/gpu_smoke.sh --only doctor keep-set       # some of them
 #
-# Status: 0 every step passed or was skipped for a named reason; 1 a step failed; 2 there is no GPU, and the steps that need none passed.
+# Status: 0 every step passed or was skipped for a named reason; 1 a step failed; 2 no GPU, and no other step failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${VENV:-.venv}/bin/python

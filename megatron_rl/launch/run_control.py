@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config import ConfigError, RunFolder
+from megatron_rl.errors import accessing
 from megatron_rl.launch.slurm import Job, call_slurm, job_of, job_state
 from megatron_rl.launch.slurm_job import STOP
 from megatron_rl.launch.status import WRITE_EVERY_S, RunStatus, read_status
@@ -119,7 +120,7 @@ def show_logs(folder: RunFolder, name: str | None, follow: bool, show: Callable[
     if not file.exists():
         there = ", ".join(sorted(p.stem for p in folder.logs.glob("*.log"))) or "none yet"
         raise ConfigError(f"{folder.path} has no log {name or 'events'!r}; logs: {there}")
-    with open(file, errors="replace") as log:
+    with accessing(file), open(file, errors="replace") as log:
         while True:
             if text := log.read():
                 show(text.removesuffix("\n"))

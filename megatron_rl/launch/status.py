@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from megatron_rl.config import ConfigError, RunFolder
+from megatron_rl.errors import accessing
 from megatron_rl.orchestrator import Orchestrator
 from megatron_rl.records import write_atomically
 from megatron_rl.wire.control import decode, encode
@@ -68,7 +69,8 @@ def read_status(folder: RunFolder) -> RunStatus | None:
     if not folder.status_file.exists():
         return None
     try:
-        return decode(folder.status_file.read_bytes(), RunStatus)
+        with accessing(folder.status_file, "it is no file of a run; move it away"):
+            return decode(folder.status_file.read_bytes(), RunStatus)
     except ValueError as error:
         raise ConfigError(
             f"{folder.status_file} is damaged: a running run rewrites it within {WRITE_EVERY_S:g} s; else delete the file"

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
+from megatron_rl.errors import accessing
+
 Phase = Literal["train", "supervised"]
 
 
@@ -51,9 +53,14 @@ def read_rows(path: Path, phase: Phase = "train") -> list[Row]:
     """The rows of a phase by rising step; of a step that a resumed run has repeated the last.
 
     A line that is not a complete row, such as one cut by a crash, is ignored.
+
+    Raises:
+        FileAccessError: The file cannot be read.
     """
     rows: dict[int, Row] = {}
-    for line in path.read_bytes().splitlines():
+    with accessing(path):
+        lines = path.read_bytes().splitlines()
+    for line in lines:
         row = _parse(line)
         if row is not None and row.phase == phase:
             rows[row.step] = row
@@ -77,7 +84,7 @@ def _parse(line: bytes) -> Row | None:
         phase = cast("Phase", str(record.pop("phase")))
         step, seconds, at = int(record.pop("step")), float(record.pop("seconds")), float(record.pop("time"))
         values = {name: float("nan") if value is None else float(value) for name, value in record.items()}
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
         return None
     return Row(step, values, phase, seconds, at)
 

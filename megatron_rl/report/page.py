@@ -58,7 +58,7 @@ def write_report(folders: Sequence[RunFolder], out: Path) -> Written:
                 for name, folder in zip(names, folders, strict=True)
             }
         ),
-        configs={name: folder.config_file.read_text() for name, folder in zip(names, folders, strict=True)},
+        configs={name: folder.config_file.read_text(errors="replace") for name, folder in zip(names, folders, strict=True)},
         rollouts=_for_script(
             json.dumps({name: _rollouts(folder, rows[name], remarks.append) for name, folder in zip(names, folders, strict=True)})
         ),
@@ -81,7 +81,7 @@ def _names(folders: Sequence[RunFolder]) -> list[str]:
 
 
 def _rows(folder: RunFolder, remark: Callable[[str], None]) -> list[Row]:
-    if not folder.config_file.exists() or not folder.metrics_file.exists():
+    if not folder.config_file.is_file() or not folder.metrics_file.exists():
         raise ReportError(
             f"{folder.path}: there is no run in this folder (it needs config.toml and metrics.jsonl); give the folder of a run, "
             "for example runs/NAME"
@@ -89,6 +89,8 @@ def _rows(folder: RunFolder, remark: Callable[[str], None]) -> list[Row]:
     rows = read_rows(folder.metrics_file)
     if damaged := damaged_lines(folder.metrics_file):
         remark(f"{folder.metrics_file}: {len(damaged)} lines are damaged and left out; the first is line {damaged[0]}")
+    if not rows and damaged:
+        raise ReportError(f"{folder.metrics_file}: no line is a complete row of a training step; there is nothing to draw")
     if not rows:
         raise ReportError(f"{folder.path}: the run has not finished a training step yet; there is nothing to draw")
     return [replace(row, values={**row.values, **trainer_waits(row)}) for row in rows]

@@ -37,7 +37,14 @@ def main() -> None:
     if not gpus:
         print("The steps that need none run; nothing is said of GPUs.")
     chosen = [step for step in wanted if not arguments.only or step.name in arguments.only]
-    verdicts = run_steps(chosen, folder, gpus, arguments.limit, lambda verdict: print(verdict.line, flush=True))
+    verdicts = run_steps(
+        chosen,
+        folder,
+        gpus,
+        arguments.limit,
+        show=lambda verdict: print(verdict.line, flush=True),
+        announce=lambda line: print(line, flush=True),
+    )
 
     packed = folder / "logs.tar.gz"
     with tarfile.open(packed, "w:gz") as archive:

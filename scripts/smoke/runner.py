@@ -42,7 +42,12 @@ class Verdict:
 
 
 def run_steps(
-    wanted: Sequence[Step], folder: Path, gpus: Sequence[Gpu], limit_s: float, show: Callable[[Verdict], None]
+    wanted: Sequence[Step],
+    folder: Path,
+    gpus: Sequence[Gpu],
+    limit_s: float,
+    show: Callable[[Verdict], None],
+    announce: Callable[[str], None] = lambda line: None,
 ) -> list[Verdict]:
     """All steps in their order, as far as the time suffices.
 
@@ -52,11 +57,14 @@ def run_steps(
         gpus: Those of the machine.
         limit_s: For all of them together; what would begin later is skipped.
         show: Called with each verdict as soon as it is there.
+        announce: Called with a line before each step that runs.
     """
     end = time.monotonic() + limit_s
     verdicts: list[Verdict] = []
     for step in wanted:
         reason = why_skipped(step, gpus, verdicts) or ("" if time.monotonic() < end else f"the {limit_s:.0f} s are over")
+        if not reason:
+            announce(f"running  {step.name}: {step.what}")
         verdict = Verdict(step.name, step.what, "skipped", reason) if reason else run_step(step, folder, end - time.monotonic())
         verdicts.append(verdict)
         show(verdict)

@@ -164,3 +164,12 @@ def test_logs_by_name(tmp_path):
     assert "checkpoint: step 3" in invoke("logs", folder).output
     refused = invoke("logs", folder, "trainer-9")
     assert refused.exit_code == 2 and "logs: events" in refused.output
+
+
+@pytest.mark.parametrize(("command", "name"), [("status", "status.json"), ("stop", "status.json"), ("logs", "logs/events.log")])
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path, command, name):
+    folder = folder_with(tmp_path)
+    (folder.path / name).unlink()
+    (folder.path / name).mkdir()
+    result = invoke(command, folder)
+    assert result.exit_code == 2 and f"{folder.path / name}: Is a directory" in result.output.replace("\n", ""), result.output

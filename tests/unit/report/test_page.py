@@ -126,6 +126,14 @@ SAID = (
 )
 
 
+def test_metrics_of_which_no_line_is_whole(tmp_path):
+    folder = make_run(tmp_path / "run", steps=2)
+    endless = b'{"phase": "train", "step": 1e999, "seconds": 1, "time": 1}\n'
+    folder.metrics_file.write_bytes(endless + b"[" * 100_000 + b"\n")
+    with pytest.raises(UserError, match="no line is a complete row"):
+        write_report([folder], tmp_path / "out.html")
+
+
 def test_records_that_were_cleared_away_are_no_damage(tmp_path):
     folder = make_run(tmp_path / "run", steps=2)
     Spool(folder.path).path(Spool.plan_name(0)).unlink()
