@@ -1,12 +1,20 @@
 """The sections of a run's configuration: every field typed, described and with its one default."""
 
+from datetime import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+
+def _no_truth_value(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is no number; give an integer")  # noqa: TRY004 - pydantic reports these alone
+    return value
+
+
+Positive = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1)]
+NonNegative = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0)]
 
@@ -27,6 +35,11 @@ class Section(BaseModel):
     """A table of the TOML file. Unknown keys are refused; the text under each field is its documentation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+def _time_as_text(value: Any) -> Any:
+    """TOML reads 04:00:00 without quotes as a time of day."""
+    return value.isoformat() if isinstance(value, time) else value
 
 
 class Run(Section):
@@ -438,7 +451,10 @@ class Slurm(Section):
     """sbatch's --qos. None: the site's default."""
     constraint: Word | None = None
     """sbatch's --constraint, for both roles. None: any node."""
-    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$", coerce_numbers_to_str=True)] | None = None
+    time_limit: (
+        Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$", coerce_numbers_to_str=True), BeforeValidator(_time_as_text)]
+        | None
+    ) = None
     """sbatch's --time: minutes, hours:minutes:seconds or days-hours:minutes:seconds. None: the partition's limit."""
     signal_before_end_s: Positive = 600
     """Seconds before the time limit at which the job gets the signal to finish its step, save and requeue itself. They have to

@@ -211,6 +211,7 @@ def test_a_bad_profile_is_named(tmp_path, text, expected):
         (["--run.name", "x" * 300], "run.name"),
         (["--run.folder", '"\\u0000"'], "folder has a NUL character"),
         (["--run.seed", "4294967296"], "run.seed"),
+        (["--run.steps", "true"], "true is no number; give an integer"),
         (["--resume"], "holds no run to resume"),
     ],
 )
@@ -240,6 +241,10 @@ def test_the_message_of_sbatch_is_shown(tmp_path, sbatch):
     result = invoke("launch", CONFIG, "--run.folder", str(tmp_path), "--slurm.partition", "fast")
     assert result.exit_code == 2 and "invalid partition specified: fast" in result.output
     assert not (tmp_path / "tiny-moe-cpu").exists()  # the name stays free
+
+
+def test_a_time_limit_without_quotes_is_no_time_of_day(tmp_path):
+    assert "#SBATCH --time=04:30:00\n" in script(tmp_path, "--slurm.time_limit", "04:30:00")
 
 
 def test_a_section_that_is_no_table_is_named(tmp_path):
