@@ -139,6 +139,8 @@ class NcclSender:
             del store  # frees the workers that wait there for the id
             waiting = wait(joining.values(), timeout=_FREED_S).not_done
             late = f"not all of its workers came within {self._join_timeout_s:g} s"
+            if absent:
+                late = f"another server refused, and {_FREED_S:g} s later its workers still waited for that one"
             raise _NotJoinedError({name: late for name, call in joining.items() if call in waiting} | absent)
         group = StatelessProcessGroup(rank=0, world_size=world_size, store=store)
         # The current device is a thread's own, so it is read here.
