@@ -20,11 +20,12 @@ this process.
 
 import argparse
 import json
-import subprocess
-import sys
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -316,13 +317,15 @@ def run_problem(problem: Problem, arguments: argparse.Namespace, bandwidth: floa
 
 
 def _in_separate_process(arm: str, path: str, arguments: argparse.Namespace) -> dict:
+    """Forked from a process that has imported torch and has done nothing else: it has neither this one's memory nor CUDA."""
     repeats = arguments.repeats if arm in ("dense_masked", "chunked") else 5 * arguments.repeats
-    command = [sys.executable, __file__, "--arm", arm, "--inputs", path, "--repeats", str(repeats)]
-    command += ["--device", arguments.device, "--clock", arguments.clock]
-    result = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
-    if result.returncode:
-        raise SystemExit(f"arm {arm} ended with status {result.returncode} (negative: killed by that signal; out of memory?)")
-    return json.loads(result.stdout)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megatron_rl.keep_set"])
+    with ProcessPoolExecutor(1, mp_context=context) as process:
+        try:
+            return process.submit(measure_arm, arm, path, arguments.device, arguments.clock, repeats).result()
+        except BrokenProcessPool as error:
+            raise SystemExit(f"the process of arm {arm} was killed; out of memory?") from error
 
 
 def _check_that_arms_agree(measured: dict[str, dict], tolerance: float) -> None:
@@ -398,16 +401,11 @@ def parse_arguments() -> argparse.Namespace:
         default=2,
         help="runs of the dense arms after one warm-up run (0: measure that run); the other arms run five times as often",
     )
-    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
-    parser.add_argument("--inputs", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    if arguments.arm:
-        print(json.dumps(measure_arm(arguments.arm, arguments.inputs, arguments.device, arguments.clock, arguments.repeats)))
-        return
     bandwidth = copy_bandwidth(arguments.device, arguments.clock)
     threads = f"{torch.get_num_threads()} thread(s), " if arguments.device == "cpu" else ""
     print(

@@ -137,6 +137,8 @@ install_gpu_packages() {
 
 install_package() {
     say "4/4 megatron-rl, editable"
+    exec 8<"$root"  # setuptools writes into this folder, also for another environment that is set up at the same time
+    flock 8
     run_pip --no-deps --no-build-isolation --editable .
 }
 
