@@ -246,14 +246,26 @@ class Task(Section):
     name, such as {expression} of chain_sum. A literal brace is written twice."""
     chat_template: bool = False
     """Wrap the prompt as a user message with the tokenizer's chat template."""
+    system_prompt: str | None = None
+    """The system message before the prompt, for task.chat_template = true. None: none; some templates have their own."""
+    template_arguments: dict[str, Any] = {}
+    """What else the chat template gets, such as enable_thinking = false, tools or documents, as transformers' apply_chat_template
+    takes them. chat_template names one of several templates."""
+    special_tokens: Literal["keep", "strip"] = "keep"
+    """Special tokens in the text that rewards and environments get. keep: all but those that end a sequence or pad it, so that
+    <think> or <answer> can be scored where they are special tokens. strip: none."""
+    former_text: bool = False
+    """Treat text as before December 2026, for a run that was started then: truncation and padding that tokenizer.json was saved
+    with apply, eos_token_id is read from the first file that has it, and reference solutions end with the first such id."""
     answer_template: str = "{answer}"
     """The reference solution of supervised steps, where the task itself has none."""
     reward: str | None = None
-    """module:function, called as f(prompt: str, completion: str, item: dict) -> float. None: the task's own reward."""
+    """module:function, called as f(prompt: str, completion: str, item: dict) -> float. A parameter named token_ids gets the ids
+    of the completion. None: the task's own reward."""
     environment: str | None = None
     """module:function, called as f(turns: list[dict], item: dict) -> str | None after each turn of the policy, for
-    rollouts.max_turns > 1. The policy reads the returned text as it is; when the function returns None, the episode ends. None:
-    episodes have one turn."""
+    rollouts.max_turns > 1. The policy reads the returned text as it is; when the function returns None, the episode ends. A
+    parameter named token_ids gets the ids of the policy's last turn. None: episodes have one turn."""
     timeout_s: Seconds = 300.0
     """Seconds for all rewards of a group, or for one answer of the environment. After that the group has failed and is sampled
     again."""
@@ -296,6 +308,11 @@ class Rollouts(Section):
     """Largest number of tokens of a completion."""
     stop_at_newline: bool = False
     """End a completion at the first newline, in addition to the end-of-sequence token."""
+    stop_tokens: tuple[str | int, ...] = ()
+    """Tokens that end a completion besides all eos_token_id of generation_config.json and config.json: texts of single tokens, or
+    ids."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion. The token that completes one is the completion's last."""
     max_turns: Positive = 1
     """Largest number of the policy's turns in an episode. Above 1, the task's environment may answer between them; its tokens
     carry no loss."""

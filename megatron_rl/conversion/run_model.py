@@ -109,6 +109,7 @@ def _check_tokenizer(folder: Path, config: Config, vocab_size: int) -> None:
     if not (folder / TOKENIZER_FILE).exists():
         raise ConfigError(f"model.path = {folder}: {TOKENIZER_FILE} is missing; save the tokenizer next to the weights")
     text = TextEncoder(folder, config.task)
+    text.stop_ids(config.rollouts.stop_tokens)
     for what, least in (("the tokenizer's largest id", text.num_tokens), ("eos_token_id", max(text.eos_ids) + 1)):
         if least > vocab_size:
             raise ConfigError(

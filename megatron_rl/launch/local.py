@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,9 @@ from megatron_rl.metrics import check_sinks
 from megatron_rl.orchestrator import devices_for, gpus_of_run, local_plan, server_process, trainer_processes, worker_process
 from megatron_rl.processes import DevicePlan, GpuQueryError, ProcessError, check_host, check_port, kill_with_parent
 from megatron_rl.tasks import load_task
+
+TEXT_NOTES = ("first_prompt", "end_of_turn")
+"""Names in what the check of the model prints (`conversion.run_text`)."""
 
 
 def run_locally(config: Config, folder: RunFolder, resume: bool) -> None:
@@ -42,9 +45,9 @@ def run_locally(config: Config, folder: RunFolder, resume: bool) -> None:
     with folder.claimed():
         check_startable(folder, resume)  # once more: another process may just have started it
         changes = changes_on_resume(folder, config) if resume else []
-        prepare_folder(config, folder)
+        notes = prepare_folder(config, folder)
         machines = ThisMachine(config, folder, plan)
-        asyncio.run(run(config, folder, machines, resume=resume, stop_signals=stop_signals(), changes=changes))
+        asyncio.run(run(config, folder, machines, resume=resume, stop_signals=stop_signals(), changes=changes, notes=notes))
 
 
 def stop_signals() -> list[int]:
@@ -53,10 +56,13 @@ def stop_signals() -> list[int]:
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if ends_with_terminal else [])]
 
 
-def prepare_folder(config: Config, folder: RunFolder) -> None:
+def prepare_folder(config: Config, folder: RunFolder) -> list[str]:
     """Write the run's folder with its model, its configuration and an empty spool, private to the user.
 
     The configuration is last: where the preparation fails, an existing run stays as it was, and a new one's name stays free.
+
+    Returns:
+        What the policy reads, one line each, for the log.
 
     Raises:
         UserError: The model does not fit, or the folder cannot be written.
@@ -64,10 +70,16 @@ def prepare_folder(config: Config, folder: RunFolder) -> None:
     """
     folder.make()
     with _config_file(config) as file:
-        prepare_model(file, folder)
+        model = prepare_model(file, folder)
     folder.create(config)
     folder.job_file.unlink(missing_ok=True)  # it was a Slurm job, and continues here
     Spool(folder.path).create()
+    return text_notes(model)
+
+
+def text_notes(model: Mapping[str, object]) -> list[str]:
+    """Of what `prepare_model` returns, the lines on the text that the policy reads."""
+    return [str(model[name]) for name in TEXT_NOTES if name in model]
 
 
 def check_before_start(config: Config) -> None:

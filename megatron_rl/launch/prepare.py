@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl.config import Config, RunFolder, load_config
 from megatron_rl.conversion.run_model import checked_hf_config, describe_model, write_run_model
+from megatron_rl.conversion.run_text import describe_text
 from megatron_rl.engine.deterministic_attention import check_deterministic_attention, has_flash_attention
 from megatron_rl.errors import UserError
 from megatron_rl.launch.error_report import USER_ERROR, disk_fault
@@ -36,7 +37,8 @@ def prepare(config: Config, run: RunFolder | None) -> dict[str, object]:
     _check_attention_of_these_gpus(config, hf_config)
     if run is not None:
         write_run_model(run, config, hf_config)
-    return described
+    folder = run.model if run is not None else config.model.path
+    return described if folder is None else {**described, **describe_text(folder, config)}
 
 
 def _check_attention_of_these_gpus(config: Config, hf_config: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ async def run(
     resume: bool,
     stop_signals: Iterable[int],
     changes: Iterable[str] = (),
+    notes: Iterable[str] = (),
 ) -> RunEnd:
     """Train until the last step or one of the signals.
 
@@ -43,6 +44,7 @@ async def run(
         resume: Continue from the latest checkpoint, where there is one.
         stop_signals: Numbers of the signals that stop the run.
         changes: In the configuration since the run was last running, one line each.
+        notes: On what the policy reads, one line each.
 
     Raises:
         RunFailedError: The run cannot continue.
@@ -54,6 +56,8 @@ async def run(
     with RunObserver(config, folder) as observer:
         for change in changes:
             observer.event(f"changed: {change}")
+        for note in notes:
+            observer.event(note)
         state, step = restore(config, folder, observer.event) if resume else (RunState.new(config), 0)
         observer.event(f"keep-sets: {config.keep_set_source}; weights over {config.transport}; device: {config.device}")
         orchestrator = Orchestrator(config, folder, state, machines.fleet(), observer, step)

@@ -16,7 +16,7 @@ from megatron_rl.config import ConfigError, RunFolder
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.launch.builds import check_builds, installed_builds
 from megatron_rl.launch.cluster import ClusterMachines
-from megatron_rl.launch.local import prepare_model
+from megatron_rl.launch.local import prepare_model, text_notes
 from megatron_rl.launch.run import run
 from megatron_rl.records import write_atomically
 from megatron_rl.wire.nodes import job_attempt
@@ -38,10 +38,11 @@ def run_attempt(folder: RunFolder) -> int:
     check_builds(config, installed_builds())
     with folder.claimed():
         count_attempt(folder, config.slurm.max_attempts_without_checkpoint)
-        prepare_model(folder.config_file, folder)
+        notes = text_notes(prepare_model(folder.config_file, folder))
         Spool(folder.path).create()
         machines = ClusterMachines(config, folder, job_attempt())
-        end = asyncio.run(run(config, folder, machines, resume=True, stop_signals=(signal.SIGUSR1, STOP, signal.SIGTERM)))
+        signals = (signal.SIGUSR1, STOP, signal.SIGTERM)
+        end = asyncio.run(run(config, folder, machines, resume=True, stop_signals=signals, notes=notes))
     return FINISHED if end.finished or end.signal == STOP else REQUEUE
 
 

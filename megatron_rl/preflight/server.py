@@ -154,3 +154,6 @@ class _NoText:
 
     def continuation(self, text: str) -> tuple[int, ...]:
         raise AssertionError("a single turn has no continuation")
+
+    def whole_text(self, ids: object) -> str:
+        raise AssertionError("there are no stop strings")

@@ -20,8 +20,9 @@ from megatron_rl.inference.engine import SamplingClient
 from megatron_rl.inference.errors import PromptError
 from megatron_rl.records import RaggedIds, Rollout, Sampling
 
-Reply = Callable[[list[dict[str, str]]], Awaitable[str | None]]
-"""The environment's answer to the turns so far ({role, content}, the prompt first); None ends the episode."""
+Reply = Callable[[list[dict[str, str]], list[int]], Awaitable[str | None]]
+"""The environment's answer to the turns so far ({role, content}, the prompt first) and the ids of the last; None ends the
+episode."""
 
 
 class Codec(Protocol):
@@ -35,6 +36,10 @@ class Codec(Protocol):
         """The text of a turn."""
         ...
 
+    def whole_text(self, ids: Sequence[int]) -> str:
+        """The text of some ids with all special tokens, in which stop strings are looked for."""
+        ...
+
 
 @dataclass(frozen=True)
 class EpisodeRules:
@@ -45,6 +50,11 @@ class EpisodeRules:
     stop_token_ids: tuple[int, ...]
     max_sequence_length: int
     max_turns: int = 1
+    stop: tuple[str, ...] = ()
+    """Texts that end a turn."""
+    may_complete_stop: tuple[int, ...] = ()
+    """Tokens with which a text of `stop` can come to its end: the server hands over after each, and is asked to go on if it did
+    not."""
 
 
 @dataclass
@@ -116,7 +126,7 @@ async def run_episode(
     (finish reason 'length').
 
     Args:
-        uid: The rollout's; `uid.0`, `uid.1`, ... are the ids of its requests.
+        uid: The rollout's; `uid.0`, `uid.1`, ... are the ids of its requests, and `uid.0+` that of a turn which goes on.
         prompt: Text, for the environment.
         prompt_ids: Token ids, [num_prompt_tokens].
         policy: The server that samples.
@@ -140,18 +150,50 @@ async def run_episode(
         room = rules.max_sequence_length - sequence.num_tokens - len(pending)
         if room < 1:
             return sequence.as_rollout(uid, rules.sampling, "length")
-        sampling = replace(rules.sampling, max_new_tokens=min(rules.sampling.max_new_tokens, room))
-        completion = await policy.generate([*sequence.ids, *pending], sampling, f"{uid}.{turn}", rules.stop_token_ids)
-        if pending:
-            sequence.add_reply(pending, int(completion.policy_versions[0]))
-        sequence.add_turn(completion)
-        turns.append({"role": "assistant", "content": codec.decode(completion.token_ids.tolist())})
-        answer = await reply(turns) if reply and turn + 1 < rules.max_turns else None
+        limit = min(rules.sampling.max_new_tokens, room)
+        token_ids, finish_reason = await _sample_turn(f"{uid}.{turn}", sequence, pending, limit, policy, codec, rules)
+        turns.append({"role": "assistant", "content": codec.decode(token_ids)})
+        answer = await reply(turns, token_ids) if reply and turn + 1 < rules.max_turns else None
         if answer is None:
             break
         turns.append({"role": "tool", "content": answer})
         pending = codec.continuation(answer)
-    return sequence.as_rollout(uid, rules.sampling, completion.finish_reason)
+    return sequence.as_rollout(uid, rules.sampling, finish_reason)
+
+
+async def _sample_turn(
+    uid: str, sequence: _Sequence, pending: Sequence[int], limit: int, policy: SamplingClient, codec: Codec, rules: EpisodeRules
+) -> tuple[list[int], str]:
+    """One turn of at most `limit` tokens, added to the sequence after the reply that it reads.
+
+    Servers know no text, only tokens. So with stop strings a turn may take several requests: each ends at a token that may
+    complete one, and the next goes on where none is complete. What they sampled is one turn, as the replies of several turns are
+    one sequence.
+
+    Returns:
+        The ids of the turn, and its finish reason.
+    """
+    token_ids: list[int] = []
+    while True:
+        sampling = replace(rules.sampling, max_new_tokens=limit - len(token_ids))
+        stops = tuple(dict.fromkeys(rules.stop_token_ids + rules.may_complete_stop))
+        completion = await policy.generate([*sequence.ids, *pending], sampling, uid, stops)
+        if pending:
+            sequence.add_reply(pending, int(completion.policy_versions[0]))
+        sequence.add_turn(completion)
+        token_ids += completion.token_ids.tolist()
+        is_stopped = token_ids[-1] in rules.stop_token_ids or _has_stop(token_ids, codec, rules.stop)
+        if not rules.stop or (completion.finish_reason == "length" and not is_stopped):
+            return token_ids, completion.finish_reason
+        if is_stopped or len(token_ids) == limit:
+            return token_ids, "stop" if is_stopped else "length"
+        pending, uid = (), f"{uid}+"  # unique among requests
+
+
+def _has_stop(token_ids: Sequence[int], codec: Codec, stop: Sequence[str]) -> bool:
+    """Whether the last token completed one. A token has at least one byte, so the last ones are enough to look into."""
+    num_last = max((len(text.encode()) for text in stop), default=0) + 8
+    return any(text in codec.whole_text(token_ids[-num_last:]) for text in stop)
 
 
 def _check_room(num_prompt_tokens: int, rules: EpisodeRules) -> None:

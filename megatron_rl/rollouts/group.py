@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_rl.config import Config
+from megatron_rl.config.sections import Rollouts as RolloutsSection
 from megatron_rl.inference.engine import InferenceEngine, SamplingClient
 from megatron_rl.inference.errors import PromptError, ServerError
 from megatron_rl.records import (
@@ -64,8 +65,15 @@ class GroupSampler:
         r = config.rollouts
         self._engine = engine
         self._config, self._contract, self._task, self._text, self._spool = config, contract, task, text, spool
-        stop_ids = text.eos_ids + (text.newline_ids if r.stop_at_newline else ())
-        self._rules = EpisodeRules(config.sampling, tuple(dict.fromkeys(stop_ids)), config.model.max_sequence_length, r.max_turns)
+        may_complete_stop = {i for stop in r.stop for i in text.ids_that_may_complete(stop)}
+        self._rules = EpisodeRules(
+            sampling=config.sampling,
+            stop_token_ids=stop_ids_of(text, r),
+            max_sequence_length=config.model.max_sequence_length,
+            max_turns=r.max_turns,
+            stop=r.stop,
+            may_complete_stop=tuple(sorted(may_complete_stop)),
+        )
         self._key = key
         self._clients: dict[str, SamplingClient] = {}
 
@@ -101,9 +109,9 @@ class GroupSampler:
         prompt = self._task.prompt(group.prompt_index)
         prompt_ids, policy = self._text.prompt(prompt), self._client(group.server)
 
-        async def reply(turns: list[dict[str, str]]) -> str | None:
+        async def reply(turns: list[dict[str, str]], token_ids: list[int]) -> str | None:
             return await in_daemon_thread(
-                lambda: self._task.reply(group.prompt_index, turns), self._config.task.timeout_s, "the environment"
+                lambda: self._task.reply(group.prompt_index, turns, token_ids), self._config.task.timeout_s, "the environment"
             )
 
         answer = reply if self._rules.max_turns > 1 else None
@@ -114,7 +122,8 @@ class GroupSampler:
 
     async def _scored(self, group: GroupTask, rollouts: Sequence[Rollout]) -> list[Rollout]:
         def score_all() -> list[float]:
-            return [self._task.score(group.prompt_index, self._text.decode(r.completion_ids.tolist())) for r in rollouts]
+            completions = [r.completion_ids.tolist() for r in rollouts]
+            return [self._task.score(group.prompt_index, self._text.decode(ids), ids) for ids in completions]
 
         rewards = await in_daemon_thread(score_all, self._config.task.timeout_s, "the reward")
         return [replace(rollout, reward=reward) for rollout, reward in zip(rollouts, rewards, strict=True)]
@@ -139,6 +148,16 @@ class GroupSampler:
             "reward": rollout.reward,
             "finish_reason": rollout.finish_reason,
         }
+
+
+def stop_ids_of(text: TextEncoder, rollouts: RolloutsSection) -> tuple[int, ...]:
+    """The tokens that end a completion.
+
+    Raises:
+        TaskError: rollouts.stop_tokens has what is no token.
+    """
+    newlines = text.newline_ids if rollouts.stop_at_newline else ()
+    return tuple(dict.fromkeys(text.eos_ids + text.stop_ids(rollouts.stop_tokens) + newlines))
 
 
 def summary_of(rollout: Rollout, file: str, index: int, contract: ModelContract) -> RolloutSummary:

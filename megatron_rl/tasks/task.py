@@ -1,5 +1,6 @@
 """A task: the source of its items, the templates of prompts and answers, and the reward."""
 
+import inspect
 import math
 import re
 import traceback
@@ -9,12 +10,13 @@ from typing import Any, Protocol
 
 from megatron_rl.tasks.errors import RewardError, TaskError
 
-Reward = Callable[[str, str, dict], float]
-"""f(prompt, completion, item) -> reward; `item` is the source's own entry (a line of the JSONL file, a reasoning-gym entry)."""
+Reward = Callable[..., float]
+"""f(prompt, completion, item) -> reward; `item` is the source's own entry (a line of the JSONL file, a reasoning-gym entry). A
+parameter named token_ids gets the ids of the completion."""
 
-Environment = Callable[[list[dict[str, str]], dict], str | None]
+Environment = Callable[..., str | None]
 """f(turns, item) -> text that the policy reads next, or None to end the episode. turns: {role: user | assistant | tool, content}
-in order."""
+in order. A parameter named token_ids gets the ids of the policy's last turn."""
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -90,12 +92,13 @@ class Task:
             )
         return fill(self.answer_template, item.fields, "task.answer_template")
 
-    def score(self, index: int, completion: str) -> float:
+    def score(self, index: int, completion: str, token_ids: Sequence[int] = ()) -> float:
         """The reward of a completion. May be slow, and may be called from any thread.
 
         Args:
             index: Index of the item.
             completion: The completion's text.
+            token_ids: The completion's ids, all of them.
 
         Returns:
             A finite number.
@@ -108,7 +111,7 @@ class Task:
             if self.reward is None:
                 value = self.source.score(extract_answer(completion), item)
             else:
-                value = self.reward(self.prompt(index), completion, item.entry)
+                value = self.reward(self.prompt(index), completion, item.entry, **_ids_if_asked(self.reward, token_ids))
             value = value.item() if hasattr(value, "item") else value  # numpy or torch scalars
             is_number = isinstance(value, int | float) and math.isfinite(value)
         except Exception as error:  # whatever a user's function raises costs one group, not the run
@@ -117,12 +120,13 @@ class Task:
             raise RewardError(f"{self.name}: the reward of prompt {index} is {value!r}; a reward must be a finite number")
         return float(value)
 
-    def reply(self, index: int, turns: Sequence[Mapping[str, str]]) -> str | None:
+    def reply(self, index: int, turns: Sequence[Mapping[str, str]], token_ids: Sequence[int] = ()) -> str | None:
         """The environment's answer to the policy's last turn.
 
         Args:
             index: Index of the item.
             turns: The turns so far, in order, each with role and content.
+            token_ids: The ids of the policy's last turn.
 
         Returns:
             Text that the policy reads next; None ends the episode.
@@ -132,7 +136,8 @@ class Task:
         """
         assert self.environment is not None
         try:
-            text = self.environment([dict(turn) for turn in turns], self.item(index).entry)
+            asked = _ids_if_asked(self.environment, token_ids)
+            text = self.environment([dict(turn) for turn in turns], self.item(index).entry, **asked)
         except Exception as error:  # as above
             raise RewardError(f"{self.name}: the environment of prompt {index} raised: {_last_lines(error)}") from error
         if text is not None and not isinstance(text, str):
@@ -141,6 +146,15 @@ class Task:
                 "the episode"
             )
         return text
+
+
+def _ids_if_asked(function: Callable, token_ids: Sequence[int]) -> dict[str, list[int]]:
+    """The argument token_ids, for a function that has a parameter of this name."""
+    try:
+        is_asked = "token_ids" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # what is not written in Python may have no signature
+        return {}
+    return {"token_ids": list(token_ids)} if is_asked else {}
 
 
 def _last_lines(error: Exception) -> str:

@@ -111,13 +111,14 @@ def reference(folder):
     return transformers.Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def sample(url, folder, sampling: Sampling, prompts, *, max_turns=1, reply=None) -> list[Rollout]:
+def sample(url, folder, sampling: Sampling, prompts, *, max_turns=1, reply=None, stop="") -> list[Rollout]:
     text = TextEncoder(folder, TEXT)
     contract = ParameterTable(read_config(folder)).architecture.contract.limited_to(text.num_tokens)
 
     async def body():
         client = VllmClient(url, contract, key="k", keep_set_source="processed_logprobs", max_keep_set=128, timeout_s=120)
-        rules = EpisodeRules(sampling, text.eos_ids, max_sequence_length=256, max_turns=max_turns)
+        stops = ((stop,), text.ids_that_may_complete(stop)) if stop else ()
+        rules = EpisodeRules(sampling, text.eos_ids, 256, max_turns, *stops)
         unique = f"{time.monotonic_ns()}"
         episodes = [run_episode(f"{unique}-{n}", p, text.prompt(p), client, text, rules, reply) for n, p in enumerate(prompts)]
         try:
@@ -198,10 +199,26 @@ def test_single_turns_agree_with_transformers(url, folder, reference, sampling):
 
 
 def test_two_turns_agree_with_transformers(url, folder, reference):
-    async def reply(turns):
+    async def reply(turns, token_ids):
         return f"\ntool says {len(turns[-1]['content'])}; go on:\n" if len(turns) == 2 else None
 
     sampling = Sampling(temperature=1.0, top_p=0.9, max_new_tokens=16)
     rollouts = sample(url, folder, sampling, PROMPTS, max_turns=2, reply=reply)
     assert all(not r.loss_mask.all() and r.loss_mask[0] and r.loss_mask[-1] for r in rollouts)
     assert max(check_against_reference(reference, r) for r in rollouts) < TOLERANCE
+
+
+def test_a_stop_string_ends_completions_whose_records_are_whole(url, folder, reference):
+    """The stop string is two letters that follow each other in a completion of the same greedy policy without it."""
+    greedy, text = Sampling(temperature=1.0, top_k=1, max_new_tokens=24), TextEncoder(folder, TEXT)
+    whole = sample(url, folder, greedy, PROMPTS)
+    texts = [text.whole_text(r.completion_ids.tolist()) for r in whole]
+    stop = next(t[n : n + 2] for t in texts for n in range(6, len(t) - 2) if t[n + 1] in t[:n] and t[n : n + 2] not in t[: n + 1])
+    cut = sample(url, folder, greedy, PROMPTS, stop=stop)
+    for all_of_it, part, own in zip(whole, cut, texts, strict=True):
+        ids = all_of_it.completion_ids.tolist()
+        expected = next((n for n in range(1, len(ids)) if stop in text.whole_text(ids[:n])), len(ids))
+        assert part.completion_ids.tolist() == ids[:expected]
+        assert part.finish_reason == ("stop" if stop in own else all_of_it.finish_reason)
+    assert any(len(part.completion_ids) < len(own.completion_ids) for part, own in zip(cut, whole, strict=True))
+    assert max(check_against_reference(reference, r) for r in cut) < TOLERANCE

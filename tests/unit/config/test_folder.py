@@ -68,6 +68,20 @@ def test_a_configuration_that_changes_keeps_the_former_beside_it(config):
     assert [file.name for file in kept] == ["config.before_step_000007.toml"] and load_config(kept[0]) == config
 
 
+def test_a_run_of_an_earlier_version_says_what_its_policy_reads_otherwise(config):
+    folder = run_folder(config)
+    folder.create(config)
+    assert not changes_on_resume(folder, config)
+    text = folder.config_file.read_text()
+    former = [line for line in text.splitlines() if not line.startswith(("special_tokens", "former_text"))]
+    folder.config_file.write_text("\n".join(former))
+    said = changes_on_resume(folder, config)
+    assert len(said) == 2 and "--task.special_tokens strip" in said[0] and "--task.former_text true" in said[1]
+    task = config.task.model_copy(update={"special_tokens": "strip", "former_text": True})
+    kept = changes_on_resume(folder, config.model_copy(update={"task": task}))
+    assert kept == ["task.former_text: False -> True", "task.special_tokens: keep -> strip"]
+
+
 def test_another_model_is_another_run(config):
     folder = run_folder(config)
     folder.create(config)

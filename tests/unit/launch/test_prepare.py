@@ -13,7 +13,7 @@ from megatron_rl.orchestrator.commands import server_process
 from megatron_rl.orchestrator.devices import local_plan
 from megatron_rl.precision import FORMATS
 from megatron_rl.records import ModelContract, read_model_contract
-from megatron_rl.tasks import TaskError
+from megatron_rl.tasks import TaskError, TextEncoder
 
 MODEL = {
     "model_type": "qwen3",
@@ -103,6 +103,29 @@ def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
     (tmp_path / "m" / "tokenizer.json").write_text("{}")
     with pytest.raises(TaskError, match="cannot be read as a tokenizer"):
         prepare(config(tmp_path / "m"), None)
+
+
+def test_the_first_prompt_is_rendered_and_a_turn_that_nothing_ends_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    make_random_model(folder, MODEL, seed=0)
+    ids = TextEncoder(folder, config(folder).task).continuation
+    plain = prepare(config(folder), None)
+    assert str(plain["first_prompt"]).startswith("first prompt: '") and "end_of_turn" not in plain
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}U{{ m.content }}<bos>{% endfor %}")
+    chat = with_chat_template(config(folder))
+    said = prepare(chat, None)
+    (bos,) = ids("<bos>")
+    assert f"tokens: [{ids('U')[0]}, " in str(said["first_prompt"]) and "<bos>', 89 tokens" in str(said["first_prompt"])
+    assert f"closes a turn with '<bos>' ({bos}), which is not among" in str(said["end_of_turn"])
+    assert f"rollouts.stop_tokens = [{bos}]" in str(said["end_of_turn"])
+    ended = chat.model_copy(update={"rollouts": chat.rollouts.model_copy(update={"stop_tokens": (bos,)})})
+    assert "end_of_turn" not in prepare(ended, None)
+    wrong = chat.model_copy(update={"rollouts": chat.rollouts.model_copy(update={"stop_tokens": ("<nothing>",)})})
+    with pytest.raises(TaskError, match="stop_tokens has '<nothing>', which is no token"):
+        prepare(wrong, None)
+    (folder / "chat_template.jinja").write_text("{{ strftime_tomorrow() }}")
+    with pytest.raises(TaskError, match="cannot be rendered .*strftime_tomorrow"):
+        prepare(chat, None)
 
 
 def test_a_model_of_random_weights_has_no_chat_template() -> None:

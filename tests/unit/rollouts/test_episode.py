@@ -1,6 +1,7 @@
 """Episodes of one and more turns: every token's routes, set, version and mask stand where the token stands."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ class Letters:
 
     def decode(self, ids):
         return "".join(chr(int(i) - 100 + ord("a")) for i in ids)
+
+    whole_text = decode
 
 
 class Scripted:
@@ -56,7 +59,8 @@ def routes(rows, turn):
 def episode(policy, *, prompt_ids=(1, 2, 3), rules=RULES, replies=()):
     replies, seen = list(replies), []
 
-    async def reply(turns):
+    async def reply(turns, token_ids):
+        assert Letters().decode(token_ids) == turns[-1]["content"]
         seen.append([dict(turn) for turn in turns])
         return replies.pop(0) if replies else None
 
@@ -135,3 +139,73 @@ def test_an_empty_reply_is_a_reply():
 def test_prompts_that_cannot_be_sampled(prompt_ids, message):
     with pytest.raises(PromptError, match=message):
         episode(Scripted([1], [0]), prompt_ids=tuple(prompt_ids))
+
+
+class Typed(Scripted):
+    """Samples the letters of `texts`, one text a request, and stops at a token that it is told to stop at, as servers do."""
+
+    def __init__(self, *texts):
+        super().__init__([len(text) for text in texts], range(1, 1 + len(texts)))
+        self.texts = texts
+
+    async def generate(self, prompt_ids, sampling, request_id, stop_token_ids=()):
+        text = self.texts[len(self.asked)]
+        ids = np.array(Letters().continuation(text), dtype=np.int32)[: sampling.max_new_tokens]
+        ends = [n for n, i in enumerate(ids) if int(i) in stop_token_ids]
+        ids = ids[: ends[0] + 1] if ends else ids
+        done = await super().generate(prompt_ids, sampling, request_id, stop_token_ids)
+        count = len(ids)
+        return Completion(
+            token_ids=ids,
+            logprobs=np.full(count, -0.5 - len(self.asked), dtype=np.float32),
+            keep_sets=RaggedIds.of([[int(i), 50 + len(self.asked)] for i in ids]),
+            routed_experts=routes(len(prompt_ids) + count - 1, len(self.asked) - 1),
+            policy_versions=np.full(count, done.policy_versions[0] if len(done.policy_versions) else 0, dtype=np.int32),
+            finish_reason="stop" if ends else "length",
+        )
+
+
+STOPS = EpisodeRules(
+    Sampling(top_p=0.9, max_new_tokens=9),
+    (9,),
+    max_sequence_length=100,
+    stop=("end",),
+    may_complete_stop=Letters().continuation("d"),
+)
+
+
+def test_a_stop_string_ends_a_turn_and_what_was_sampled_up_to_it_is_one_record():
+    """Two requests: the first ends at a d that completes nothing. Records that belong to a token stay with it."""
+    policy = Typed("abd", "xendyy")
+    rollout, _ = episode(policy, rules=STOPS)
+    assert Letters().decode(rollout.completion_ids) == "abdxend" and rollout.finish_reason == "stop"
+    assert [name for _, _, name, _ in policy.asked] == ["g1a0.2.0", "g1a0.2.0+"]
+    assert [sampling.max_new_tokens for _, sampling, *_ in policy.asked] == [9, 6]
+    assert policy.asked[1][0] == [1, 2, 3, *Letters().continuation("abd")] and policy.asked[0][3] == (9, *STOPS.may_complete_stop)
+    assert rollout.policy_versions.tolist() == [1] * 3 + [2] * 4
+    assert rollout.keep_sets.ids.reshape(-1, 2)[:, 1].tolist() == [51] * 3 + [52] * 4
+    assert rollout.logprobs.tolist() == [-1.5] * 3 + [-2.5] * 4
+    assert (rollout.routed_experts[:, 0, 2] - 10).tolist() == [0] * 5 + [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected", "reason"),
+    [
+        (("abcabcabcabc",), "abcabcabc", "length"),
+        (("dddd", "abd", "dd", "abcd"), "dabddabcd", "length"),  # each asks again
+        (("abcabcend",), "abcabcend", "stop"),  # completed by the last token that there is room for
+        (("en", ), "en", "length"),
+    ],
+)  # fmt: skip
+def test_a_turn_without_a_stop_string_ends_at_its_limit(texts, expected, reason):
+    rules = replace(STOPS, sampling=replace(STOPS.sampling, max_new_tokens=min(9, len(expected))))
+    rollout, _ = episode(Typed(*texts), rules=rules)
+    assert (Letters().decode(rollout.completion_ids), rollout.finish_reason) == (expected, reason)
+
+
+def test_a_stop_string_of_an_earlier_turn_ends_none():
+    rollout, _ = episode(Typed("end", "d", "end"), rules=replace(STOPS, max_turns=2), replies=["en"])
+    assert (
+        Letters().decode(rollout.completion_ids) == "endendend"
+        and rollout.loss_mask.tolist() == [True] * 3 + [False] * 2 + [True] * 4
+    )
