@@ -192,7 +192,7 @@ def _train_again(trainer: Trainer, job: ScoringJob) -> tuple[dict[int, Weights],
 def _come_in_again(trainer: Trainer, weights: Weights, folder: Path, fault: str) -> Weights:
     """The weights written out as a Hugging Face folder and read back with the fault injected, as at the start of a run."""
     with trainer.engine.using_weights(weights):
-        write_policy(trainer.engine, folder, trainer.folder.model)
+        write_policy(trainer.engine, folder, trainer.folder)
     with injected_fault(fault):
         trainer.engine.load_weights(HfCheckpoint.open(folder))
     return trainer.engine.parameters.snapshot()

@@ -19,9 +19,9 @@ from megatron_rl.errors import accessing
 class RunFolder:
     """The folder of one run.
 
-    It contains lock, config.toml, model/, model_contract.json, nvfp4_model/, spool/, checkpoints/, logs/, metrics.jsonl,
-    tensorboard/, rollouts/, scores/, fingerprints/, replays/, attributions/, status.json, requests/, summary.json, export/, and
-    for a job of Slurm job.sbatch, job.json, lives.json and orchestrator.json.
+    It contains lock, config.toml, model/, model_contract.json, quantised_model/, nvfp4_model/, spool/, checkpoints/, logs/,
+    metrics.jsonl, tensorboard/, rollouts/, scores/, fingerprints/, replays/, attributions/, status.json, requests/,
+    summary.json, export/, and for a job of Slurm job.sbatch, job.json, lives.json and orchestrator.json.
     """
 
     path: Path
@@ -45,6 +45,16 @@ class RunFolder:
     def model_contract(self) -> Path:
         """What rollouts of the model look like: vocabulary, MoE layers, experts. See records.ModelContract."""
         return self.path / "model_contract.json"
+
+    @property
+    def quantised_model(self) -> Path:
+        """The folder of model.path where its weights are quantised: they are dequantised as they are read."""
+        return self.path / "quantised_model"
+
+    @property
+    def weights(self) -> Path:
+        """What the trainer starts from: the folder with the model's weights."""
+        return self.quantised_model if self.quantised_model.exists() else self.model
 
     @property
     def nvfp4_model(self) -> Path:

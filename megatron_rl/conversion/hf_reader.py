@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron_rl.conversion.block_scaled import dequantised
 from megatron_rl.conversion.errors import CheckpointError, NameReport
-from megatron_rl.conversion.model_files import read_config, read_json
+from megatron_rl.conversion.model_files import QUANTISATION, read_config, read_json
+from megatron_rl.conversion.mxfp4_stored import dequantised_mxfp4
 from megatron_rl.conversion.nvfp4_stored import dequantised_nvfp4
 from megatron_rl.conversion.safetensors_format import read_header
 from megatron_rl.conversion.stored import ReadableTensor, StoredTensor
@@ -25,8 +26,8 @@ class HfCheckpoint(Mapping[str, Tensor]):
     """A mapping from names to tensors, each memory-mapped at each access.
 
     Bytes are read when they are touched; a slice touches only its own, and they leave memory with the tensor. Writing to such a
-    tensor changes neither the file nor what the next access returns. Block-scaled FP8 and NVFP4 weights are dequantised at each
-    access.
+    tensor changes neither the file nor what the next access returns. Block-scaled FP8, MXFP4 and NVFP4 weights are dequantised
+    at each access.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any], stored: dict[str, ReadableTensor]) -> None:
@@ -66,7 +67,15 @@ class HfCheckpoint(Mapping[str, Tensor]):
         ]
         if problems:
             raise CheckpointError(f"{folder}: {INDEX_FILE} and the files disagree:\n  " + "\n  ".join(problems))
-        return cls(folder, *dequantised_nvfp4(*dequantised(config, stored)))
+        config, readable = dequantised_mxfp4(*dequantised_nvfp4(*dequantised(config, stored)))
+        if quantisation := config.get(QUANTISATION):
+            method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+            raise CheckpointError(
+                f"{folder}: its weights are quantised as {method!r} with {quantisation}, which cannot be read; what can be read "
+                "is FP8 with block scales (DeepSeek-V3, Kimi-K2), MXFP4 (GPT-OSS), and NVFP4 of ModelOpt or compressed-tensors; "
+                "use a folder with one of these, or with unquantised weights"
+            )
+        return cls(folder, config, readable)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:

@@ -10,6 +10,8 @@ from megatron_rl.config import Config
 from megatron_rl.conversion.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
+QUANTISATION = "quantization_config"
+"""The key of config.json that says how the weights are quantised."""
 
 # Tokenizer (with its code), chat templates, generation defaults, and code that config.json names in its auto_map.
 _ASSETS = (
@@ -44,10 +46,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def hf_config_of(config: Config) -> dict[str, Any]:
-    """config.json of a run's model: the one in its folder, or the one written out in the configuration. Weights are not read."""
+    """config.json of a run's model: the one in its folder, or the one written out in the configuration. Weights are not read.
+
+    How the weights are quantised is left out: the trainer computes with the values that they stand for.
+    """
     if config.model.path is None:
         return dict(config.model.architecture or {})
-    return read_config(config.model.path)
+    return {key: value for key, value in read_config(config.model.path).items() if key != QUANTISATION}
 
 
 def write_model_files(folder: Path, config: Mapping[str, Any], assets_from: Path | None) -> None:

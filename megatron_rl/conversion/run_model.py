@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config, ConfigError, RunFolder
-from megatron_rl.conversion.hf_reader import HfCheckpoint
-from megatron_rl.conversion.model_files import read_config, write_model_files
+from megatron_rl.conversion.model_files import QUANTISATION, read_config, write_model_files
 from megatron_rl.conversion.opening import open_checkpoint, table_of
 from megatron_rl.conversion.outgoing import left_out
+from megatron_rl.conversion.partial_folder import PartialFolder
 from megatron_rl.conversion.random_model import make_random_model
 from megatron_rl.precision import check_shards, selection_of, stored_format
 from megatron_rl.records import write_model_contract
@@ -36,12 +36,6 @@ def checked_hf_config(config: Config) -> dict[str, Any]:
         return dict(config.model.architecture or {})
     checkpoint = open_checkpoint(config.model.path)
     checkpoint.check(table_of(checkpoint))
-    if isinstance(checkpoint, HfCheckpoint) and "quantization_config" in read_config(checkpoint.folder):
-        raise ConfigError(
-            f"model.path = {config.model.path}: its weights are quantised, and the servers would be built for quantised "
-            f"weights, but the trainer sends unquantised ones; `megatron-rl convert hf-to-megatron {config.model.path} NEW` "
-            "makes an unquantised folder"
-        )
     if config.model.mtp == "trained" and not table_of(checkpoint).with_mtp:
         raise ConfigError(f"model.mtp = 'trained': {config.model.path} has no layer for multi-token prediction; remove model.mtp")
     _check_tokenizer(config.model.path, config, int(checkpoint.config["vocab_size"]))
@@ -66,10 +60,13 @@ def describe_model(hf_config: dict[str, Any], config: Config) -> dict[str, objec
     quantised = selection_of(config.precision, table).names
     held_by_all = (p for rank in range(layout.world_size) for p in placement.held_by(rank).values())
     check_shards(config.precision, (p for p in held_by_all if p.parameter.name in quantised))
-    if config.model.max_sequence_length > model.max_position_embeddings:
+    if config.model.max_sequence_length > model.max_positions:
+        reaches_further = model.max_positions > model.max_position_embeddings
+        extended = f", and its YaRN reaches {model.max_positions}" if reaches_further else ""
         raise ConfigError(
             f"model.max_sequence_length = {config.model.max_sequence_length} is above the model's max_position_embeddings = "
-            f"{model.max_position_embeddings}"
+            f"{model.max_position_embeddings}{extended}; lower it, or give config.json a rope_scaling of type yarn "
+            "as the model's authors describe it"
         )
     held = [sum(prod(p.shape) for p in placement.held_by(rank).values()) for rank in range(layout.world_size)]
     return {
@@ -96,12 +93,29 @@ def write_run_model(run: RunFolder, config: Config, hf_config: dict[str, Any]) -
         if config.model.path is None:
             make_random_model(run.model, hf_config, seed=config.run.seed)
         else:
-            run.model.symlink_to(config.model.path.resolve(), target_is_directory=True)
+            _link_model(run, config.model.path.resolve())
     if config.servers_have_nvfp4_layers:
         table = ParameterTable(hf_config)
         described = stored_format(config.precision).config(*left_out(table, selection_of(config.precision, table)))
         run.nvfp4_model.mkdir(exist_ok=True)
         write_model_files(run.nvfp4_model, read_config(run.model) | {"quantization_config": described}, run.model)
+
+
+def _link_model(run: RunFolder, source: Path) -> None:
+    """The model's folder as it is, or, where its weights are quantised, one that describes the unquantised model.
+
+    From the former the servers would be built for quantised weights, but the trainer sends the values that they stand for. The
+    weights stay where they are, and are dequantised as they are read.
+    """
+    config = read_config(source)
+    if QUANTISATION not in config:
+        run.model.symlink_to(source, target_is_directory=True)
+        return
+    run.quantised_model.unlink(missing_ok=True)
+    run.quantised_model.symlink_to(source, target_is_directory=True)
+    staging = PartialFolder(run.model)
+    write_model_files(staging.path, {key: value for key, value in config.items() if key != QUANTISATION}, source)
+    staging.publish()
 
 
 def _check_tokenizer(folder: Path, config: Config, vocab_size: int) -> None:

@@ -226,6 +226,12 @@ def work_of(config: Config, assumed: Assumed) -> Workload:
     wrong += [
         f"--{name} {value}: 1 or more" for name, value in amounts.items() if value is not None and not 1 <= value < math.inf
     ]
+    longest_response = config.rollouts.max_new_tokens
+    if assumed.context is not None and 1 <= assumed.context <= longest_response:
+        wrong.append(
+            f"--context {assumed.context}: a prompt and a response of rollouts.max_new_tokens = {longest_response} do not fit "
+            f"into it; raise it above {longest_response}, or plan shorter responses with --rollouts.max_new_tokens N"
+        )
     if not 1 <= assumed.imbalance < math.inf:
         wrong.append(f"--imbalance {assumed.imbalance}: the busiest rank has at least the mean, 1.0")
     if wrong:

@@ -133,7 +133,8 @@ def workload_of(
 
     Args:
         config: The run's configuration.
-        context: Tokens of the longest sequence, instead of the configuration's; the longest response changes with it.
+        context: Tokens of the longest sequence, instead of the configuration's, and more than its rollouts.max_new_tokens. What
+            it has more than the configuration's is the longest response's, what it has less is the longest prompt's.
         mean_prompt: Tokens of the average prompt.
         mean_response: Tokens of the average response.
         optimizer: Name of the optimizer, instead of the configuration's.
@@ -144,7 +145,7 @@ def workload_of(
         The training step.
     """
     longest = context or config.model.max_sequence_length
-    room = max(1, longest - (config.model.max_sequence_length - config.rollouts.max_new_tokens))
+    room = config.rollouts.max_new_tokens + max(0, longest - config.model.max_sequence_length)
     rollouts, objective = config.rollouts, config.objective
     return Workload(
         longest_sequence=longest,

@@ -86,7 +86,7 @@ class Trainer:
         """
         self.folder, self.config, self.steering = folder, config, steering
         self.groups = start_process(self.config, own_rank(), store=store)
-        model = open_model(folder.model)
+        model = open_model(folder.weights)
         self.engine = build_engine(self.config, self.groups, model.config, model)
         self.spool = Spool(folder.path)
         self.options = assembly_options(self.config, self.engine)
@@ -190,7 +190,7 @@ class Trainer:
     def finish(self) -> None:
         """Export the policy after the last step, and close the connections to the servers."""
         if self.config.checkpoint.export and self.step >= self.config.run.steps:
-            write_policy(self.engine, self.folder.export, self.folder.model)
+            write_policy(self.engine, self.folder.export, self.folder)
         self.publisher.close()
 
     def _read(self, plan_file: str) -> StepPlan:

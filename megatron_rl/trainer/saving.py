@@ -9,6 +9,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config import RunFolder
 from megatron_rl.config.sections import LayoutSection
 from megatron_rl.conversion import CarriedLayers, write_hf_checkpoint
 from megatron_rl.conversion.hf_reader import read_config
@@ -68,14 +69,13 @@ def check_loaded(engine: Engine, checkpoint: Path, fingerprints: Path, step: int
         )
 
 
-def write_policy(engine: Engine, folder: Path, model: Path) -> None:
+def write_policy(engine: Engine, folder: Path, run: RunFolder) -> None:
     """Write the policy as a Hugging Face folder; a collective, in which rank 0 writes.
 
     Args:
         engine: Holds the policy.
         folder: Replaced where it exists.
-        model: The run's model: its other files are copied, and its layers for multi-token prediction where the run does not
-            train them.
+        run: Its model's other files are copied, and its layers for multi-token prediction where the run does not train them.
     """
     tensors = engine.hf_tensors()
     if engine.groups.rank == 0:
@@ -83,7 +83,7 @@ def write_policy(engine: Engine, folder: Path, model: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         dtype = getattr(torch, engine.config.model.dtype)
         own = engine.table.hf_specs(dtype)
-        carried = CarriedLayers.of(model, own)
+        carried, model = CarriedLayers.of(run.weights, own), run.model
         write_hf_checkpoint(
             folder, carried.appended_to(on_rank_0), read_config(model), dtype=dtype, specs=own | carried.specs, assets_from=model
         )

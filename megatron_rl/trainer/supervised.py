@@ -86,7 +86,7 @@ class SupervisedStart:
     def _write_cache(self) -> None:
         """The policy as a Hugging Face folder, then the settings that made it: a folder without its seal is incomplete."""
         t = self._rank
-        write_policy(t.engine, self._cache, t.folder.model)
+        write_policy(t.engine, self._cache, t.folder)
         if t.groups.rank == 0:
             self._seal.write_text(json.dumps({"made_by": _digest(t.config)}))
 

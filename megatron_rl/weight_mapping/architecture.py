@@ -136,6 +136,15 @@ class ModelArchitecture:
         return ModelContract(self.vocab_size, self.moe_layers, moe.num_experts if moe else 0, moe.top_k if moe else 0)
 
     @property
+    def max_positions(self) -> int:
+        """The longest sequence that the position embedding reaches.
+
+        YaRN's factor times its original length may be more than the config says, where a model card's block was added to it.
+        """
+        reached = self.rope.factor * self.rope.yarn.original_max_position_embeddings if self.rope.yarn else 0
+        return max(self.max_position_embeddings, int(reached))
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with experts; empty for a dense model."""
         return self.moe.layers if self.moe else ()

@@ -14,6 +14,9 @@ from megatron_rl.weight_mapping.errors import UnsupportedArchitectureError
 # caches, and settings of training objectives (auxiliary losses), which belong to this program's own config.
 _NEUTRAL = {
     "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_commit_hash",
+    "_experts_implementation",
     "_name_or_path",
     "architectures",
     "auto_map",
@@ -39,9 +42,13 @@ _NEUTRAL = {
     "tokenizer_class",
     "torch_dtype",
     "transformers_version",
+    "transformers_weights",
     "unk_token_id",
     "use_cache",
+    "use_return_dict",
 }
+_NEUTRAL_PREFIXES = ("unsloth_", "transformers.js")
+"""Of keys that tools write for themselves."""
 
 _REQUIRED = object()
 
@@ -169,7 +176,8 @@ class ConfigReader:
         """
         for key, value in self._config.items():
             # A null, false or empty value enables nothing.
-            if key not in self._taken and key not in _NEUTRAL and value not in (None, False, [], {}):
+            is_neutral = key in _NEUTRAL or key.startswith(_NEUTRAL_PREFIXES)
+            if key not in self._taken and not is_neutral and value not in (None, False, [], {}):
                 self._problems.append(
                     f"{key} = {value!r}: this family does not know the key, and it may change the model; "
                     "remove it from config.json if it does not"

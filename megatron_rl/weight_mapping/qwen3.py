@@ -22,6 +22,7 @@ class Qwen3(Llama):
 
     def _refuse_features(self, read: ConfigReader) -> None:
         super()._refuse_features(read)
+        read.only("use_qk_norm", True, why="this family norms queries and keys always")  # written into Qwen3-Coder's config.json
         read.only("use_sliding_window", False, why="sliding-window attention is not supported by this family")
         # Without the switch above their values have no effect; published configs carry them all the same.
         read.skip("sliding_window", "max_window_layers")

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from megatron_rl.config import load_config
 from megatron_rl.launch.cli import app
+from megatron_rl.planner.workload import workload_of
 
 ROOT = Path(__file__).parents[3]
 PUBLISHED = json.loads((ROOT / "tests" / "data" / "published_configs.json").read_text())
@@ -102,6 +103,10 @@ def test_an_infeasible_request_names_what_is_missing_and_what_would_do(file: Pat
         (["--gpus", "16", "--explain", "TP=3"], "not a multiple"),
         (["--gpus", "16", "--model.path", "nowhere"], "config.json"),
         (["--gpus", "16", "--context", "0"], "--context 0"),
+        (
+            ["--gpus", "16", "--context", "4096", "--rollouts.max_new_tokens", "4096"],
+            "--context 4096: a prompt and a response of rollouts.max_new_tokens = 4096 do not fit into it; raise it above 4096",
+        ),
         (["--gpus", "16", "--explain", " "], "names no layout"),
         (["--gpus", "16", "--explain", "TP"], "TP has no value"),
         (["--gpus", "16", "--explain", "TP=2,tp=4"], "TP is given twice"),
@@ -111,3 +116,14 @@ def test_an_infeasible_request_names_what_is_missing_and_what_would_do(file: Pat
 )
 def test_bad_requests(file: Path, words: list[str], message: str) -> None:
     assert message in invoke(file, *words, status=2)
+
+
+@pytest.mark.parametrize(("context", "response"), [(None, 1024), (2048, 1024), (1025, 1024), (5120, 2048)])
+def test_a_shorter_context_shortens_prompts_and_a_longer_one_lengthens_responses(context: int | None, response: int) -> None:
+    config = load_config(
+        ROOT / "model_configs" / "qwen3-30b-a3b.toml",
+        ["--model.max_sequence_length", "4096", "--rollouts.max_new_tokens", "1024"],
+    )
+    work = workload_of(config, context=context)
+    assert work.mean_response == response / 2 and work.mean_prompt >= 1
+    assert work.longest_sequence == (context or 4096) and work.mean_tokens <= work.longest_sequence

@@ -5,6 +5,7 @@ from pathlib import Path
 from unittest.mock import ANY
 
 import pytest
+import torch
 
 from megatron_rl.config import Config, ConfigError, RunFolder
 from megatron_rl.conversion import QuantisedAs, hf_to_megatron, make_random_model, megatron_to_hf
@@ -14,6 +15,7 @@ from megatron_rl.orchestrator.devices import local_plan
 from megatron_rl.precision import FORMATS
 from megatron_rl.records import ModelContract, read_model_contract
 from megatron_rl.tasks import TaskError, TextEncoder
+from megatron_rl.trainer.model_folder import open_model
 
 MODEL = {
     "model_type": "qwen3",
@@ -41,15 +43,43 @@ def config(model: Path) -> Config:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_servers_would_be_built_for_a_quantised_folder(tmp_path: Path, name: str) -> None:
+def test_from_a_quantised_folder_servers_and_trainer_get_the_unquantised_model(tmp_path: Path, name: str) -> None:
     make_random_model(tmp_path / "unquantised", MODEL, seed=0)
     hf_to_megatron(tmp_path / "unquantised", tmp_path / "megatron")
     megatron_to_hf(tmp_path / "megatron", tmp_path / "quantised", quantise=QuantisedAs(FORMATS[name]()))
-    with pytest.raises(ConfigError, match="weights are quantised.*convert hf-to-megatron .*quantised NEW"):
-        prepare(config(tmp_path / "quantised"), RunFolder(tmp_path / "run"))
+    assert "quantization_config" in json.loads((tmp_path / "quantised" / "config.json").read_text())
+    run = RunFolder(tmp_path / "run")
+    run.make()
+    for _ in range(2):  # a resumed run finds it there
+        assert prepare(config(tmp_path / "quantised"), run)["model_type"] == "qwen3"
+    assert "quantization_config" not in json.loads((run.model / "config.json").read_text())
+    assert (run.model / "tokenizer.json").is_file() and not list(run.model.glob("*.safetensors"))
+    assert run.weights.resolve() == tmp_path / "quantised"
     hf_to_megatron(tmp_path / "quantised", tmp_path / "dequantised")
-    for folder in ("unquantised", "dequantised"):
-        assert prepare(config(tmp_path / folder), None)["model_type"] == "qwen3"
+    dequantised, read = open_model(tmp_path / "dequantised"), open_model(run.weights)
+    assert dequantised.keys() == read.keys() and all(torch.equal(read[n], dequantised[n]) for n in read)
+    plain = RunFolder(tmp_path / "plain")
+    plain.make()
+    prepare(config(tmp_path / "dequantised"), plain)
+    assert plain.weights == plain.model
+
+
+def test_yarn_reaches_further_than_the_config_says(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+    for name, rope in (("plain", None), ("yarn", yarn)):
+        make_random_model(tmp_path / name, MODEL if rope is None else {**MODEL, "rope_parameters": rope}, seed=0)
+
+    def at(length: int, name: str) -> Config:
+        of = config(tmp_path / name)
+        return of.model_copy(update={"model": of.model.model_copy(update={"max_sequence_length": length})})
+
+    prepare(at(128, "yarn"), None)
+    with pytest.raises(ConfigError, match="max_sequence_length = 129 .*max_position_embeddings = 64, and its YaRN reaches 128"):
+        prepare(at(129, "yarn"), None)
+    with pytest.raises(
+        ConfigError, match="max_sequence_length = 65 .*max_position_embeddings = 64; lower it, or give config.json"
+    ):
+        prepare(at(65, "plain"), None)
 
 
 @pytest.mark.parametrize(("activations", "algorithm"), [("full", "W4A16_NVFP4"), ("nvfp4", "NVFP4")])
