@@ -34,6 +34,20 @@ def check_output_file(option: str, file: Path) -> None:
         raise FileAccessError(f"{option} {file}: no file can be written there; give one in an existing folder")
 
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def lfs_pointer(file: Path) -> str | None:
+    """What to say of a file of a downloaded folder that is only a pointer of Git LFS; None: it is not one."""
+    try:
+        with open(file, "rb") as stream:
+            if stream.read(len(_LFS_POINTER)) != _LFS_POINTER:
+                return None
+    except OSError:
+        return None
+    return f"{file} is a pointer of Git LFS, and not the file itself; run `git lfs pull` in {file.parent}, or fetch the file"
+
+
 @contextlib.contextmanager
 def accessing(path: Path, remedy: str = "") -> Iterator[None]:
     """Inside, an OSError (no permission, disk full, not there) becomes a FileAccessError that names the file.

@@ -9,16 +9,15 @@ from torch import Tensor
 
 from megatron_rl.conversion.block_scaled import dequantised
 from megatron_rl.conversion.errors import CheckpointError, NameReport
-from megatron_rl.conversion.model_files import QUANTISATION, read_config, read_json
+from megatron_rl.conversion.model_files import QUANTISATION, read_config
 from megatron_rl.conversion.mxfp4_stored import dequantised_mxfp4
 from megatron_rl.conversion.nvfp4_stored import dequantised_nvfp4
 from megatron_rl.conversion.safetensors_format import read_header
 from megatron_rl.conversion.stored import ReadableTensor, StoredTensor
+from megatron_rl.conversion.weight_files import INDEX_FILE, weight_files
 from megatron_rl.weight_mapping import ParameterTable
 from megatron_rl.wire.tensor_spec import TensorSpec
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 _WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -47,12 +46,16 @@ class HfCheckpoint(Mapping[str, Tensor]):
         config = read_config(folder)
         problems: list[str] = []
         stored: dict[str, StoredTensor] = {}
-        index = _read_index(folder)
-        for file in sorted(set(index.values())) if index else [SINGLE_FILE]:
+        files, index = weight_files(folder)
+        for path in files:
             try:
-                stored.update(read_header(folder / file))
+                header = read_header(path)
+                problems += [
+                    f"{path.name} and {stored[name].file.name} both hold {name}" for name in header.keys() & stored.keys()
+                ]
+                stored.update(header)
             except FileNotFoundError:
-                problems.append(f"{folder / file} does not exist")
+                problems.append(f"{path} does not exist")
             except CheckpointError as error:
                 problems.append(str(error))
         if problems:
@@ -123,11 +126,3 @@ class HfCheckpoint(Mapping[str, Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self.stored
-
-
-def _read_index(folder: Path) -> dict[str, str]:
-    """File of each tensor; empty for a checkpoint of one file."""
-    file = folder / INDEX_FILE
-    if not file.is_file():
-        return {}
-    return read_json(file).get("weight_map", {})

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.conversion.errors import CheckpointError
-from megatron_rl.conversion.hf_reader import INDEX_FILE, SINGLE_FILE
 from megatron_rl.conversion.model_files import write_json, write_model_files
 from megatron_rl.conversion.partial_folder import PartialFolder
 from megatron_rl.conversion.safetensors_format import plan_file
 from megatron_rl.conversion.stored import StoredTensor
+from megatron_rl.conversion.weight_files import INDEX_FILE, SINGLE_FILE
 from megatron_rl.weight_mapping import FAMILIES, ParameterTable
 from megatron_rl.weight_mapping.errors import nearest
 from megatron_rl.wire.tensor_spec import TensorSpec, dtype_name

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.conversion.errors import CheckpointError
+from megatron_rl.errors import lfs_pointer
 
 CONFIG_FILE = "config.json"
 QUANTISATION = "quantization_config"
@@ -83,8 +84,8 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(lfs_pointer(file) or f"{file} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} must be a JSON object")
     return content

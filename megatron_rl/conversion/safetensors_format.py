@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_rl.conversion.errors import CheckpointError
 from megatron_rl.conversion.stored import StoredTensor
+from megatron_rl.errors import lfs_pointer
 from megatron_rl.wire.tensor_spec import DTYPE_BYTES, TensorSpec
 
 _DTYPES = {
@@ -37,6 +38,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: The file is truncated or is not a safetensors file.
     """
+    if pointer := lfs_pointer(file):
+        raise CheckpointError(pointer)
     size = file.stat().st_size
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.errors import lfs_pointer
 from megatron_rl.tasks.errors import TaskError
 
 FILE = "chat_template.jinja"
@@ -126,7 +127,7 @@ def read_settings(file: Path) -> dict[str, Any]:
     try:
         settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     except (ValueError, RecursionError, OSError) as error:
-        raise TaskError(f"{file}: not valid JSON ({error}); download it again") from error
+        raise TaskError(lfs_pointer(file) or f"{file}: not valid JSON ({error}); download it again") from error
     if not isinstance(settings, dict):
         raise TaskError(f"{file}: must be a JSON object; download it again")
     return settings

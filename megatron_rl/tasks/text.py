@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from megatron_rl.config.sections import Task as TaskSection
+from megatron_rl.errors import lfs_pointer
 from megatron_rl.tasks.chat_template import ChatTemplate, read_settings, special_tokens
 from megatron_rl.tasks.errors import TaskError
 
@@ -24,7 +25,8 @@ class TextEncoder:
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise TaskError(f"{path}: cannot be read as a tokenizer ({error}); use a model folder that has one") from error
+            wrong = f"{path}: cannot be read as a tokenizer ({error}); use a model folder that has one"
+            raise TaskError(lfs_pointer(path) or wrong) from error
         if not section.former_text:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()

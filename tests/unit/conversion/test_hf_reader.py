@@ -131,5 +131,60 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="config.json is not JSON"):
         HfCheckpoint.open(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"model.safetensors does not exist"):
+    with pytest.raises(CheckpointError, match=r"has neither model.safetensors nor .*it has none at all; fetch the weights again"):
         HfCheckpoint.open(tmp_path)
+
+
+def shards(folder: Path, *numbers: int, of: int = 3, name: str = "model") -> None:
+    (folder / "config.json").write_text("{}")
+    for number in numbers:
+        save_file({f"t{number}": torch.full((2, 3), float(number))}, folder / f"{name}-{number:05d}-of-{of:05d}.safetensors")
+
+
+def test_complete_shards_without_an_index_are_read(tmp_path: Path) -> None:
+    shards(tmp_path, 1, 2, 3)
+    found = HfCheckpoint.open(tmp_path)
+    assert sorted(found) == ["t1", "t2", "t3"] and all((found[f"t{n}"] == n).all() for n in (1, 2, 3))
+    save_file({"t1": torch.ones(2)}, tmp_path / "model-00003-of-00003.safetensors")
+    with pytest.raises(
+        CheckpointError, match="model-00003-of-00003.safetensors and model-00001-of-00003.safetensors both hold t1"
+    ):
+        HfCheckpoint.open(tmp_path)
+
+
+def test_what_a_folder_without_weights_is_says_its_message(tmp_path: Path) -> None:
+    """Each as what it is, with the remedy."""
+
+    def refused(message: str) -> None:
+        with pytest.raises(CheckpointError, match=message):
+            HfCheckpoint.open(tmp_path)
+
+    shards(tmp_path, 1, 3)
+    refused("of 3 shards number 2 is missing: the download is not complete; fetch the folder again")
+    shards(tmp_path, 2)
+    shards(tmp_path, 1, of=1, name="consolidated")
+    refused("shards of several checkpoints .consolidated of 1, model of 3.; fetch the index")
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    (tmp_path / "pytorch_model-00001-of-00002.bin").touch()
+    (tmp_path / "pytorch_model-00002-of-00002.bin").touch()
+    refused("pickles of PyTorch .pytorch_model-00001-of-00002.bin and 1 more.*save_pretrained")
+    (tmp_path / "model.safetensors.incomplete").touch()
+    refused("model.safetensors.incomplete belongs to a download that has not finished")
+    (tmp_path / "model.safetensors").write_text(POINTER)
+    refused("model.safetensors is a pointer of Git LFS, and not the file itself; run `git lfs pull` in ")
+    (tmp_path / "config.json").write_text(POINTER)
+    refused("config.json is a pointer of Git LFS")
+    (tmp_path / "config.json").write_text("{" + '"a":[' * 100_000)
+    refused("config.json is not JSON")
+    (tmp_path / "config.json").write_text("{}")
+    for content, message in (
+        ({}, "has no weight_map with a file for each tensor"),
+        ({"weight_map": {"a": 1}}, "has no weight_map with a file for each tensor"),
+        ({"weight_map": {"a": "../b.safetensors"}}, "names '../b.safetensors', which is not a file of its folder"),
+    ):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+        refused(message)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4976698672\n"
