@@ -73,6 +73,9 @@ class Model(Section):
     path: Path | None = None
     """A Hugging Face folder (config.json, safetensors, tokenizer), or one that `megatron-rl convert hf-to-megatron` wrote. None:
     `model.architecture` describes the model."""
+    published_config: Path | None = None
+    """The config.json of the model as its authors publish it. `plan`, `check` and every --dry-run read it while `model.path` does
+    not exist, so that a configuration can be looked at before anything is downloaded."""
     architecture: dict[str, Any] | None = None
     """The content of a Hugging Face config.json, in place of a path. The model starts from random weights and has a tokenizer of
     characters. None: `model.path` names the model."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config
+from megatron_rl.config.sections import Model
 from megatron_rl.conversion.errors import CheckpointError
 from megatron_rl.errors import lfs_pointer
 
@@ -49,11 +50,29 @@ def read_config(folder: Path) -> dict[str, Any]:
 def hf_config_of(config: Config) -> dict[str, Any]:
     """config.json of a run's model: the one in its folder, or the one written out in the configuration. Weights are not read.
 
-    How the weights are quantised is left out: the trainer computes with the values that they stand for.
+    While the folder does not exist, it is the published one that the configuration names. How the weights are quantised is left
+    out: the trainer computes with the values that they stand for.
+
+    Raises:
+        CheckpointError: None of them can be read.
     """
     if config.model.path is None:
         return dict(config.model.architecture or {})
-    return {key: value for key, value in read_config(config.model.path).items() if key != QUANTISATION}
+    published = published_config(config.model)
+    content = read_json(published) if published else read_config(config.model.path)
+    return {key: value for key, value in content.items() if key != QUANTISATION}
+
+
+def where_hf_config_is_from(config: Config) -> str | None:
+    """A line that says so where `hf_config_of` reads the published one; None elsewhere."""
+    if (published := published_config(config.model)) is None:
+        return None
+    return f"model: read from {published}, as its authors publish it; model.path = {config.model.path} does not exist here yet"
+
+
+def published_config(model: Model) -> Path | None:
+    """The published config.json, where it stands for a folder that does not exist; None elsewhere."""
+    return model.published_config if model.path is not None and not model.path.exists() else None
 
 
 def write_model_files(folder: Path, config: Mapping[str, Any], assets_from: Path | None) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config, ConfigError, RunFolder
-from megatron_rl.conversion.model_files import QUANTISATION, read_config, write_model_files
+from megatron_rl.conversion.model_files import QUANTISATION, hf_config_of, published_config, read_config, write_model_files
 from megatron_rl.conversion.opening import open_checkpoint, table_of
 from megatron_rl.conversion.outgoing import left_out
 from megatron_rl.conversion.partial_folder import PartialFolder
@@ -19,8 +19,12 @@ from megatron_rl.weight_mapping import ParameterTable, Placement
 TOKENIZER_FILE = "tokenizer.json"
 
 
-def checked_hf_config(config: Config) -> dict[str, Any]:
+def checked_hf_config(config: Config, *, is_dry: bool = False) -> dict[str, Any]:
     """config.json of the run's model, whose folder is complete and fits the configuration.
+
+    Args:
+        config: The run's.
+        is_dry: Nothing is started: the published config.json is enough while the folder does not exist.
 
     Raises:
         CheckpointError: The folder is not a complete model.
@@ -34,6 +38,13 @@ def checked_hf_config(config: Config) -> dict[str, Any]:
                 "template; set it to false"
             )
         return dict(config.model.architecture or {})
+    if is_dry and published_config(config.model):
+        return hf_config_of(config)
+    if not config.model.path.exists():
+        raise ConfigError(
+            f"model.path = {config.model.path} does not exist; fetch the model's folder, and name it there (--dry-run, plan and "
+            "check need model.published_config alone)"
+        )
     checkpoint = open_checkpoint(config.model.path)
     checkpoint.check(table_of(checkpoint))
     if config.model.mtp == "trained" and not table_of(checkpoint).with_mtp:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_rl.config import Config
+from megatron_rl.conversion.model_files import where_hf_config_is_from
 from megatron_rl.errors import accessing, check_output_file
 from megatron_rl.preflight.check import check
 from megatron_rl.preflight.table import print_report
@@ -33,6 +34,8 @@ def check_and_print(config: Config, *, fault: str | None, with_server: bool, jso
     # So that processes and files are cleaned up on this way out, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console()
+    if source := where_hf_config_is_from(config):
+        console.print(source, highlight=False, markup=False)
     with console.status("starting") as status:  # shows nothing where the output is no terminal
         report = check(config, fault=fault, with_server=with_server, announce=status.update)
     print_report(report, console)

@@ -107,12 +107,13 @@ def check_on_any_machine(config: Config) -> None:
     check_sinks(config)
 
 
-def prepare_model(config_file: Path, folder: RunFolder | None) -> dict[str, object]:
+def prepare_model(config_file: Path, folder: RunFolder | None, *, is_dry: bool = False) -> dict[str, object]:
     """Check the model and write it into the run's folder; in a separate process, since this one does not load torch.
 
     Args:
         config_file: The configuration of the run.
         folder: Of the run; None: only check.
+        is_dry: The published config.json is enough where the model's folder does not exist.
 
     Returns:
         What the model is and how the layout divides it.
@@ -122,6 +123,7 @@ def prepare_model(config_file: Path, folder: RunFolder | None) -> dict[str, obje
         ProcessError: The process was killed.
     """
     argv = [sys.executable, "-m", "megatron_rl.launch.prepare", str(config_file), *([str(folder.path)] if folder else [])]
+    argv += ["--dry-run"] if is_dry else []
     done = subprocess.run(argv, capture_output=True, text=True, check=False, preexec_fn=kill_with_parent())
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
@@ -135,15 +137,15 @@ def prepare_model(config_file: Path, folder: RunFolder | None) -> dict[str, obje
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def checked_model(config: Config) -> dict[str, object]:
-    """What the model is and how the layout divides it; nothing is written.
+def checked_model(config: Config, *, is_dry: bool = False) -> dict[str, object]:
+    """What the model is and how the layout divides it; nothing is written. `is_dry` as in `prepare_model`.
 
     Raises:
         ConfigError: Model, layout and configuration do not fit one another.
         ProcessError: The process of the check was killed.
     """
     with _config_file(config) as file:
-        return prepare_model(file, None)
+        return prepare_model(file, None, is_dry=is_dry)
 
 
 @contextmanager
@@ -182,7 +184,7 @@ def dry_run_text(config: Config) -> str:
     """
     check_before_start(config)
     folder = run_folder(config)
-    model = checked_model(config)
+    model = checked_model(config, is_dry=True)
     layout = config.parallel_layout
     lines = ["# resolved configuration", to_toml(config), "# model"]
     lines += [f"{name} = {value}" for name, value in model.items()]
@@ -195,6 +197,10 @@ def dry_run_text(config: Config) -> str:
             f"rank {rank}: tp {c.tp}, cp {c.cp}, dp {c.dp}, pp {c.pp}, ep {c.ep}, layers {layers[0]}..{layers[-1]}"
             + (f", experts {experts.start}..{experts.stop - 1}" if experts else "")
         )
+    if config.servers.nodes > 1:
+        several = f"servers.nodes = {config.servers.nodes}: a server spans several nodes"
+        remedy = "`megatron-rl launch CONFIG --dry-run` prints the job with its processes"
+        return "\n".join([*lines, "", "# devices", f"this machine cannot start the run: {several}; {remedy}"])
     plan, notes = dry_run_devices(config)
     lines += ["", "# devices", *notes, *plan.lines(), "", "# processes"]
     environment = {"MEGATRON_RL_ORCHESTRATOR": "http://127.0.0.1:PORT", "MEGATRON_RL_KEY": "(generated at start)"}

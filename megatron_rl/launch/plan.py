@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.conversion.model_files import hf_config_of
+from megatron_rl.conversion.model_files import hf_config_of, where_hf_config_is_from
 from megatron_rl.errors import accessing, check_output_file
 from megatron_rl.metrics import wide_console
 from megatron_rl.planner import Machine, ParameterCounts, Workload, balance, candidate_of, machine_named, workload_of
@@ -60,6 +60,8 @@ def plan_and_print(
     if picture is not None:
         check_format(picture)  # before the search
     counts = ParameterCounts(hf_config_of(config))
+    if source := where_hf_config_is_from(config):
+        console.print(source, highlight=False, markup=False)
     _say_what_is_not_counted(console, config)
     if explain is not None:
         return _explain(console, counts, work, request, explain, config)

@@ -2,6 +2,7 @@
 
 python -m megatron_rl.launch.prepare CONFIG_TOML RUN_FOLDER      writes RUN_FOLDER/model and prints what the model is, as JSON
 python -m megatron_rl.launch.prepare CONFIG_TOML                 only checks and prints
+python -m megatron_rl.launch.prepare CONFIG_TOML --dry-run       the same, without the model's folder where it does not exist
 """
 
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config, RunFolder, load_config
+from megatron_rl.conversion.model_files import where_hf_config_is_from
 from megatron_rl.conversion.run_model import checked_hf_config, describe_model, write_run_model
 from megatron_rl.conversion.run_text import describe_text
 from megatron_rl.engine.deterministic_attention import check_deterministic_attention, has_flash_attention
@@ -18,13 +20,16 @@ from megatron_rl.launch.error_report import USER_ERROR, disk_fault
 from megatron_rl.processes.gpus import GpuQueryError, query_gpus
 from megatron_rl.weight_mapping import ParameterTable
 
+DRY_RUN = "--dry-run"
 
-def prepare(config: Config, run: RunFolder | None) -> dict[str, object]:
+
+def prepare(config: Config, run: RunFolder | None, *, is_dry: bool = False) -> dict[str, object]:
     """Check the model against configuration and layout, then write it into the run's folder.
 
     Args:
         config: Of the run.
         run: Its folder; None: only check.
+        is_dry: The published config.json is enough where the model's folder does not exist.
 
     Returns:
         What the model is and how the layout divides it, as plain values for a person.
@@ -32,11 +37,13 @@ def prepare(config: Config, run: RunFolder | None) -> dict[str, object]:
     Raises:
         UserError: Model, layout and configuration do not fit one another.
     """
-    hf_config = checked_hf_config(config)
+    hf_config = checked_hf_config(config, is_dry=is_dry)
     described = describe_model(hf_config, config)
     _check_attention_of_these_gpus(config, hf_config)
     if run is not None:
         write_run_model(run, config, hf_config)
+    if is_dry and (source := where_hf_config_is_from(config)):
+        return {**described, "config_json": source}
     folder = run.model if run is not None else config.model.path
     return described if folder is None else {**described, **describe_text(folder, config)}
 
@@ -58,7 +65,8 @@ def _check_attention_of_these_gpus(config: Config, hf_config: dict[str, Any]) ->
 def main(arguments: list[str]) -> int:
     """The program; see the top of this file. Exit status USER_ERROR: the message on stderr is for the user."""
     try:
-        described = prepare(load_config(Path(arguments[0])), RunFolder(Path(arguments[1])) if len(arguments) > 1 else None)
+        folders = [RunFolder(Path(word)) for word in arguments[1:] if word != DRY_RUN]
+        described = prepare(load_config(Path(arguments[0])), folders[0] if folders else None, is_dry=DRY_RUN in arguments)
     except UserError as error:
         print(error, file=sys.stderr)
         return USER_ERROR
