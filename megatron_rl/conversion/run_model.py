@@ -10,13 +10,12 @@ from megatron_rl.conversion.opening import open_checkpoint, table_of
 from megatron_rl.conversion.outgoing import left_out
 from megatron_rl.conversion.partial_folder import PartialFolder
 from megatron_rl.conversion.random_model import make_random_model
+from megatron_rl.conversion.tokenizer_file import TOKENIZER_FILE, original_file
 from megatron_rl.precision import check_shards, selection_of, stored_format
 from megatron_rl.records import write_model_contract
 from megatron_rl.tasks import TextEncoder
 from megatron_rl.topology import Layout
 from megatron_rl.weight_mapping import ParameterTable, Placement
-
-TOKENIZER_FILE = "tokenizer.json"
 
 
 def checked_hf_config(config: Config, *, is_dry: bool = False) -> dict[str, Any]:
@@ -132,6 +131,11 @@ def _link_model(run: RunFolder, source: Path) -> None:
 def _check_tokenizer(folder: Path, config: Config, vocab_size: int) -> None:
     """That prompts can be encoded and completions can end."""
     if not (folder / TOKENIZER_FILE).exists():
+        if original := original_file(folder):
+            raise ConfigError(
+                f"model.path = {folder}: {TOKENIZER_FILE} is missing, and there is {original.name}; "
+                f"`megatron-rl tokenizer {folder}` makes {TOKENIZER_FILE} from it"
+            )
         raise ConfigError(f"model.path = {folder}: {TOKENIZER_FILE} is missing; save the tokenizer next to the weights")
     text = TextEncoder(folder, config.task)
     text.stop_ids(config.rollouts.stop_tokens)

@@ -353,6 +353,30 @@ def report(
     typer.echo(f"{out}: {written.num_bytes / 1e6:.1f} MB")
 
 
+@app.command()
+def tokenizer(
+    folder: Annotated[Path, typer.Argument(help="A model folder without tokenizer.json.", show_default=False)],
+    pattern: Annotated[
+        str | None,
+        typer.Option(help="The expression by which tiktoken splits text; none: that of the folder's tokenization_*.py."),
+    ] = None,
+) -> None:
+    """Make tokenizer.json from tiktoken.model or a SentencePiece model, and prove that it gives the same ids.
+
+    Kimi-K2 and Moonlight are published without tokenizer.json, which runs and servers read. Nothing of the folder's code is run.
+    The new file is compared with tiktoken or SentencePiece on text in many scripts, code, numbers, white space, and on all
+    special tokens; where one differs, it is named and nothing is written.
+    """
+    from megatron_rl.conversion.tokenizer_file import make_tokenizer
+
+    with reporting_errors():
+        proof = make_tokenizer(folder, pattern)
+        typer.echo(
+            f"{folder / 'tokenizer.json'}: written; the same ids and text as {proof.kind} with {proof.file.name} on "
+            f"{proof.num_texts} texts ({proof.num_ids} ids), {proof.num_special_tokens} special tokens among them"
+        )
+
+
 @convert.command("hf-to-megatron")
 def hf_to_megatron(
     source: Annotated[Path, typer.Argument(help="Hugging Face folder: config.json, safetensors.", show_default=False)],
