@@ -61,16 +61,18 @@ def run_attribution(request: AttributionRequest, announce: Announce) -> Attribut
             changes[number] = _score_elsewhere(request, factor, folder, scores)
     rows = {row.step: row.values for row in read_rows(request.run.metrics_file)}
     measured = {name: rows[request.step][name] for name in METRICS if name in rows[request.step]}
+    remarks: list[str] = []
+    texts = _texts(request, remarks.append)
     return attribution(
         request.record,
         scores,
         changes,
         faults,
         outcome,
-        _texts(request),
+        texts,
         rounding=request.rounding,
         recorded=measured,
-        notes=[*_notes(request, outcome, job), f"scores and logs: {folder}"],
+        notes=[*remarks, *_notes(request, outcome, job), f"scores and logs: {folder}"],
     )
 
 
@@ -138,9 +140,9 @@ def _run_ranks(
     return read_scores(folder / SCORES), decode((folder / OUTCOME).read_bytes(), ScoringOutcome)
 
 
-def _texts(request: AttributionRequest) -> list[str]:
-    """The text of each loss token; empty where the model has no tokenizer."""
-    tokenizer = open_tokenizer(request.run)
+def _texts(request: AttributionRequest, remark: Callable[[str], None]) -> list[str]:
+    """The text of each loss token; empty where the model has no tokenizer, or one that cannot be read, which is a remark."""
+    tokenizer = open_tokenizer(request.run, remark)
     return [text_of(tokenizer, [token]) if tokenizer else "" for token in request.record.token.tolist()]
 
 

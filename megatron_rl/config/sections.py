@@ -1,5 +1,6 @@
 """The sections of a run's configuration: every field typed, described and with its one default."""
 
+import re
 from datetime import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,6 +30,20 @@ def _one_word(text: str) -> str:
 
 
 Word = Annotated[str, AfterValidator(_one_word)]
+
+
+_SET_BY_THE_PROGRAM = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
+
+
+def _variable_names(variables: dict[str, str]) -> dict[str, str]:
+    for name, value in variables.items():
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{name!r} is no name of an environment variable: letters, digits and _, no digit first; correct it")
+        if name in _SET_BY_THE_PROGRAM or name.startswith("MEGATRON_RL_"):
+            raise ValueError(f"{name} is set by the program itself, for each process; remove it")
+        if "\0" in value:
+            raise ValueError(f"{name} = {value!r}: an environment variable cannot hold a NUL character; remove it")
+    return variables
 
 
 class Section(BaseModel):
@@ -449,7 +464,7 @@ class RoleNodes(Section):
     """sbatch's --partition. None: `slurm.partition`."""
     constraint: Word | None = None
     """Features that the nodes need, as sbatch's --constraint takes them. None: `slurm.constraint`."""
-    environment: dict[str, str] = {}
+    environment: Annotated[dict[str, str], AfterValidator(_variable_names)] = {}
     """Environment variables of this role's processes, such as NCCL's. They take precedence over the program's own choice."""
 
 
@@ -503,3 +518,14 @@ class Slurm(Section):
     """SOURCE:TARGET, as pyxis takes them. The run's folder and the folder of the submission are always mounted."""
     join_timeout_s: Seconds = 600.0
     """Seconds in which all nodes have to join the run, the start of their containers included."""
+
+    @property
+    def time_limit_s(self) -> int | None:
+        """The time limit in seconds; None where the partition's counts, as it does for sbatch's 0, no limit."""
+        if self.time_limit is None:
+            return None
+        days, dash, clock = self.time_limit.rpartition("-")
+        parts = [int(part) for part in clock.split(":")]
+        # minutes, minutes:seconds, hours:minutes:seconds; after days, hours come first
+        hours, minutes, seconds = [*parts, 0, 0][:3] if dash else ([0, *parts, 0] if len(parts) < 3 else parts)[:3]
+        return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds or None

@@ -396,6 +396,17 @@ def _members_of_a_communicator_agree(c: Config) -> str | None:
     return None
 
 
+def _signal_comes_within_the_time_limit(c: Config) -> str | None:
+    limit = c.slurm.time_limit_s
+    if limit is not None and c.slurm.signal_before_end_s >= limit:
+        return (
+            f"slurm.signal_before_end_s = {c.slurm.signal_before_end_s} is not below slurm.time_limit = '{c.slurm.time_limit}', "
+            f"which is {limit} s: the job would be told to save and requeue itself as soon as it starts; lower the former, or "
+            "raise the latter"
+        )
+    return None
+
+
 def _native_fp4_has_a_gpu(c: Config) -> str | None:
     if c.precision.training == "native" and c.device == "cpu":
         return "precision.training = 'native' needs a Blackwell GPU and Transformer Engine; on a CPU use 'qat'"
@@ -433,6 +444,7 @@ _RULES = (
     _native_fp4_is_what_it_says,
     _packed_weights_have_a_taker,
     _members_of_a_communicator_agree,
+    _signal_comes_within_the_time_limit,
     _native_fp4_has_a_gpu,
     _trained_mtp_is_in_full_precision,
 )

@@ -63,6 +63,8 @@ def plan_and_print(
     if source := where_hf_config_is_from(config):
         console.print(source, highlight=False, markup=False)
     _say_what_is_not_counted(console, config)
+    if explain is not None and write:
+        raise ConfigError("--write writes the planner's first plan, and --explain makes none; leave one of them out")
     if explain is not None:
         return _explain(console, counts, work, request, explain, config)
     balanced = balance(

@@ -1,5 +1,6 @@
 """`megatron-rl launch`: make a batch script of a configuration, and submit it to Slurm."""
 
+import datetime as dt
 import itertools
 import json
 import shlex
@@ -318,6 +319,8 @@ def _axis(sweep: str) -> list[tuple[str, Any]]:
         raise ConfigError(
             f"--sweep {sweep}: write --sweep 'section.key=[value, value]', for example 'optimizer.learning_rate=[1e-6, 3e-6]'"
         )
+    if foreign := [value for value in values if isinstance(value, dt.date | dt.time)]:
+        raise ConfigError(f"--sweep {sweep}: {foreign[0]} is a date or a time to TOML; write it in quotes, '\"{foreign[0]}\"'")
     texts = [str(value) for value in values]
     if repeated := sorted({text for text in texts if texts.count(text) > 1}):
         raise ConfigError(f"--sweep {sweep}: has {repeated[0]} more than once; each value makes a job, and its run's name")

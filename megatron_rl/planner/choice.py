@@ -70,10 +70,10 @@ def write_choice(file: Path, plan: ParallelismPlan, *, longest_sequence: int | N
     """Changes the file in place. The new text is parsed and validated before it replaces the old file.
 
     Args:
-        file: A run's TOML file.
+        file: A run's TOML file. Of a symbolic link, the file that it names is changed, and the link stays.
         plan: The plan whose values are written.
-        longest_sequence: Tokens that the plan was made for, if they differ from the file's. The longest response grows by the
-            difference.
+        longest_sequence: Tokens that the plan was made for, if they differ from the file's. What is more is the longest
+            response's, as `workload_of` has it.
 
     Returns:
         The configuration as it was read from the new text.
@@ -81,12 +81,13 @@ def write_choice(file: Path, plan: ParallelismPlan, *, longest_sequence: int | N
     Raises:
         ConfigError: The changed text is no valid configuration; the file is unchanged.
     """
+    file = file.resolve()
     text, config = file.read_text(), load_config(file)
     values_by_section = values_of(plan, config)
     if longest_sequence is not None and (longer := longest_sequence - config.model.max_sequence_length):
         values_by_section |= {
             "model": {"max_sequence_length": longest_sequence},
-            "rollouts": {"max_new_tokens": config.rollouts.max_new_tokens + longer},
+            "rollouts": {"max_new_tokens": config.rollouts.max_new_tokens + max(0, longer)},
         }
     for section, values in values_by_section.items():
         for key, value in values.items():

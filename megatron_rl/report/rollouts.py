@@ -57,7 +57,7 @@ def shown_rollouts(folder: RunFolder, steps: Sequence[int], remark: Callable[[st
     Returns:
         An iterator over the rollouts.
     """
-    spool, tokenizer = Spool(folder.path), open_tokenizer(folder)
+    spool, tokenizer = Spool(folder.path), open_tokenizer(folder, remark)
     for step in steps:
         plan_name = Spool.plan_name(step)
         if not spool.path(plan_name).exists():
@@ -93,10 +93,14 @@ def _shown(rollout: Rollout, step: int, advantage: float, scores: np.ndarray, to
     return ShownRollout(step, rollout.uid, rollout.reward, advantage, rollout.finish_reason, prompt, tuple(tokens))
 
 
-def open_tokenizer(folder: RunFolder) -> Tokenizer | None:
-    """The model's tokenizer; None if it has no tokenizer.json."""
+def open_tokenizer(folder: RunFolder, remark: Callable[[str], None]) -> Tokenizer | None:
+    """The model's tokenizer; None where it has no tokenizer.json, or one that cannot be read, which is a remark."""
     path = folder.model / "tokenizer.json"
-    return Tokenizer.from_file(str(path)) if path.exists() else None
+    try:
+        return Tokenizer.from_file(str(path)) if path.exists() else None
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        remark(f"{path}: cannot be read as a tokenizer ({error}); token ids are shown in place of text")
+        return None
 
 
 def text_of(tokenizer: Tokenizer | None, ids: Sequence[int] | np.ndarray) -> str:

@@ -46,7 +46,7 @@ def _item(file: Path, number: int, line: str, needs_answer: bool) -> Item:
     where = f"{file}, line {number}"
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: thousands of brackets within brackets
         raise TaskError(f"{where}: not valid JSON ({error}); found {line[:80]!r}; each line is one JSON object") from error
     if not isinstance(entry, dict):
         raise TaskError(f"{where}: found {line[:80]!r}; each line is one JSON object with 'prompt' and 'answer'")

@@ -31,6 +31,8 @@ PLACE_OF_A_PART = (
     "--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless", "--distributed-executor-backend"
 )  # fmt: skip
 """vLLM's arguments that say which part of which server a process is; `servers.nodes` decides that."""
+ADDRESS_AND_MODEL = ("--host", "--port", "--uds", "--model", "--api-key", "--root-path", "--ssl-keyfile", "--ssl-certfile")
+"""vLLM's arguments with which the program would not reach the server, or would reach another model."""
 WHOLE_EXPERTS = ("--enable-expert-parallel", "-ep")
 _PARALLEL_FLAGS = {
     "--tensor-parallel-size": "tensor",
@@ -109,6 +111,11 @@ def _check_extra_arguments(words: Sequence[str], device: str) -> None:
         raise UnsupportedByEngineError(
             f"servers.extra_arguments has {', '.join(placed)}: the program itself tells each part of a server its place; leave "
             "them out, and set servers.nodes"
+        )
+    if own := [word for word, name in names.items() if name in ADDRESS_AND_MODEL]:
+        raise UnsupportedByEngineError(
+            f"servers.extra_arguments has {', '.join(own)}: the program itself says where a server listens and what it serves, "
+            "and would not reach it; leave them out, and set servers.host, servers.first_port or model.path"
         )
     if device == "cpu" and (whole := [word for word, name in names.items() if name in WHOLE_EXPERTS]):
         raise UnsupportedByEngineError(

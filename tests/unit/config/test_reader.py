@@ -85,7 +85,7 @@ def test_unknown_keys_fail_with_the_nearest_known(toml):
     assert "rollouts.top_pp: unknown key; did you mean top_p?" in message(toml(), ["--rollouts.top_pp", "0.5"])
     assert "unknown key" in message(toml(), ["--rolouts.top_p", "0.5"])
     assert "did you mean rollouts" in message(toml(), ["--rolouts.top_p", "0.5"])
-    assert "this section has: path, architecture, dtype" in message(toml(), ["--model.zzz", "1"])
+    assert "this section has: path, published_config, architecture, dtype" in message(toml(), ["--model.zzz", "1"])
 
 
 def test_all_faults_are_said_at_once_with_their_values(toml):

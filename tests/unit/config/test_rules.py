@@ -86,6 +86,22 @@ REFUSED = [
         {"run": {"device": "cuda"}, "slurm": {"rollouts": {"environment": {"NCCL_PROTO": "Simple"}}}},
         "slurm.trainer.environment and slurm.rollouts.environment differ in NCCL_PROTO",
     ),
+    *(
+        ({"slurm": {role: {"environment": {name: value}}}}, says)
+        for role, name, value, says in (
+            ("trainer", "", "1", "'' is no name of an environment variable"),
+            ("rollouts", "A B", "1", "'A B' is no name of an environment variable"),
+            ("trainer", "A=B", "1", "'A=B' is no name of an environment variable"),
+            ("trainer", "RANK", "1", "RANK is set by the program itself"),
+            ("rollouts", "MEGATRON_RL_KEY", "1", "MEGATRON_RL_KEY is set by the program itself"),
+            ("trainer", "CUDA_VISIBLE_DEVICES", "0", "CUDA_VISIBLE_DEVICES is set by the program itself"),
+            ("trainer", "A", "b\0c", "cannot hold a NUL character"),
+        )
+    ),
+    *(
+        ({"slurm": {"time_limit": limit, "signal_before_end_s": seconds}}, f"which is {seconds} s: the job would be told")
+        for limit, seconds in (("10", 600), ("10:30", 630), ("4:00:01", 14401), ("2-3", 183600), ("1-2:03:04", 93784))
+    ),
 ]
 
 
@@ -109,6 +125,9 @@ def test_several_broken_rules_are_said_together():
         {"trainer": {"max_tokens_per_microbatch": 4096}},
         {"trainer": {"collective_timeout_s": 301}},
         {"servers": {"first_port": 65534, "count": 2}},
+        {"slurm": {"time_limit": "10", "signal_before_end_s": 599}},
+        {"slurm": {"time_limit": "0"}},  # sbatch: no limit
+        {"slurm": {"trainer": {"environment": {"_a1": "", "NCCL_DEBUG": "a b\nc"}}}},
         {"rollouts": {"keep_set_source": "processed_logprobs", "top_k": 64}},
         {"layout": {"world_size": 4, "tensor": 2, "expert": 2}},
         {"run": {"device": "cpu"}, "precision": W4A4, "weight_sync": {"probe_tolerance": 0.5}},

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from megatron_rl.config import load_config
 from megatron_rl.launch.cli import app
-from megatron_rl.planner.workload import workload_of
+from megatron_rl.planner import workload_of
 
 ROOT = Path(__file__).parents[3]
 PUBLISHED = json.loads((ROOT / "tests" / "data" / "published_configs.json").read_text())
@@ -59,6 +59,19 @@ def test_a_plan_is_written_and_drawn(file: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".run*"))
 
 
+@pytest.mark.parametrize(("context", "longest_response"), [(14336, 12288), (20480, 16384)])
+def test_what_is_written_is_what_was_planned(file: Path, context: int, longest_response: int) -> None:
+    """A shorter sequence takes from the prompt, a longer one gives to the response; a link stays a link."""
+    link = file.with_name("link.toml")
+    link.symlink_to(file.name)
+    work = workload_of(load_config(file), context=context)
+    invoke(link, "--gpus", "16", "--context", str(context), "--write")
+    written = load_config(file)
+    assert link.is_symlink() and load_config(link) == written
+    assert (written.model.max_sequence_length, written.rollouts.max_new_tokens) == (context, longest_response)
+    assert work.mean_response == written.rollouts.max_new_tokens / 2 == workload_of(written).mean_response
+
+
 def test_a_named_layout_that_fits_and_one_that_does_not(file: Path) -> None:
     assert "the planner's own choice" in invoke(file, "--gpus", "32", "--explain", "TP=2,EP=8,GPUS=16,RECOMPUTE=full")
     assert "does not fit" in invoke(file, "--gpus", "16", "--explain", "TP=1,GPUS=1", status=1)
@@ -101,12 +114,13 @@ def test_an_infeasible_request_names_what_is_missing_and_what_would_do(file: Pat
         (["--gpus", "16", "--mean-response", "99999"], "longer than the longest"),
         (["--gpus", "16", "--picture", "a.pdf"], ".svg or .png"),
         (["--gpus", "16", "--explain", "TP=3"], "not a multiple"),
-        (["--gpus", "16", "--model.path", "nowhere"], "config.json"),
+        (["--gpus", "16", "--model.path", "nowhere", "--model.published_config", "none"], "config.json"),
         (["--gpus", "16", "--context", "0"], "--context 0"),
         (
             ["--gpus", "16", "--context", "4096", "--rollouts.max_new_tokens", "4096"],
             "--context 4096: a prompt and a response of rollouts.max_new_tokens = 4096 do not fit into it; raise it above 4096",
         ),
+        (["--gpus", "16", "--explain", "config", "--write"], "--explain makes none"),
         (["--gpus", "16", "--explain", " "], "names no layout"),
         (["--gpus", "16", "--explain", "TP"], "TP has no value"),
         (["--gpus", "16", "--explain", "TP=2,tp=4"], "TP is given twice"),

@@ -199,6 +199,8 @@ def test_a_bad_profile_is_named(tmp_path, text, expected):
         (["--sweep", "optimizer.learning_rat=[3.0]"], "did you mean learning_rate?"),
         (["--sweep", "run.steps=[1]", "--sweep", "run.steps=[2]"], "--sweep run.steps is given 2 times"),
         (["--sweep", "run.steps=[1, 1]"], "has 1 more than once"),
+        (["--sweep", "run.name=[2026-01-01]"], "2026-01-01 is a date or a time to TOML; write it in quotes"),
+        (["--sweep", "slurm.time_limit=[04:00:00]"], "04:00:00 is a date or a time to TOML; write it in quotes"),
         (["--task.name", "nope"], "nope"),
         (["--task.reward", "nope:f"], "nope"),
         (["--task.answer_template", "{nope}"], "task.answer_template"),

@@ -172,3 +172,13 @@ def test_runs_are_told_apart_by_colour_and_series_by_the_legend(tmp_path):
     assert [trace.name for trace in drawn.data if trace.showlegend] == ["mean", "standard deviation"]
     assert {trace.meta: trace.line.color for trace in drawn.data} == colours(rows) and len(set(colours(rows).values())) == 12
     assert drawn.data[2].hovertemplate.startswith("run1: mean, step")
+
+
+def test_a_tokenizer_that_cannot_be_read_is_a_remark_and_ids_are_shown(tmp_path):
+    folder = make_run(tmp_path / "run", steps=1)
+    (folder.model / "tokenizer.json").unlink(missing_ok=True)
+    folder.model.mkdir(exist_ok=True)
+    (folder.model / "tokenizer.json").write_text("{}")
+    (remark,) = write_report([folder], tmp_path / "out.html").remarks
+    assert "tokenizer.json: cannot be read as a tokenizer" in remark
+    assert all(token.text.isdigit() for shown in shown_rollouts(folder, [0], lambda text: None) for token in shown.tokens)

@@ -94,6 +94,7 @@ def test_jsonl_rewards_exact_matches_and_brings_solutions(tmp_path):
     ("line", "message"),
     [
         ("{bad", "line 2: not valid JSON"),
+        ("[" * 100_000, "line 2: not valid JSON"),
         ("[1]", "line 2: found '\\[1\\]'; each line is one JSON object"),
         ({"answer": "4"}, "line 2: 'prompt' is None; it must be a string"),
         ({"prompt": "x", "answer": 4}, "line 2: 'answer' is 4; it must be a string .not needed with your own reward"),

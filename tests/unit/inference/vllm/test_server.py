@@ -130,6 +130,7 @@ def test_a_part_with_one_worker_keeps_its_cores():
         ),
         ({"extra_arguments": ["--enable_expert_parallel"]}, "that some are on other workers, and crashes"),
         ({"extra_arguments": ["--nnodes=2", "--node_rank", "1"]}, "has --nnodes=2, --node_rank: .* set servers.nodes"),
+        ({"extra_arguments": ["--port=9", "--model", "x"]}, "has --port=9, --model: .* set servers.host, servers.first_port"),
         ({"tensor_parallel_size": 2, "cpus": [1]}, "at least 2"),
     ],
 )
