@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from megatron_rl.metrics import check_sinks
 from megatron_rl.orchestrator import devices_for, gpus_of_run, local_plan, server_process, trainer_processes, worker_process
 from megatron_rl.processes import DevicePlan, GpuQueryError, ProcessError, check_host, check_port, kill_with_parent
 from megatron_rl.tasks import load_task
+from megatron_rl.topology import Layout
 
 TEXT_NOTES = ("first_prompt", "end_of_turn")
 """Names in what the check of the model prints (`conversion.run_text`)."""
@@ -176,6 +177,46 @@ def dry_run_devices(config: Config) -> tuple[DevicePlan, list[str]]:
     return local_plan(config, [str(index) for index in range(needed)], "a machine that is presumed"), notes
 
 
+MOST_RANK_LINES = 32
+"""Of more ranks, what stages and expert-parallel ranks hold is printed, and not each rank."""
+
+
+def _rank_lines(layout: Layout, num_layers: int, num_experts: int) -> list[str]:
+    coords = [layout.coords_of(rank) for rank in range(layout.world_size)]
+    layers = [layout.layers_of_stage(num_layers, stage) for stage in range(layout.pp)]
+    of_stage = [f"layers {held[0]}..{held[-1]}" for held in layers]
+    of_expert_rank = [
+        f"experts {held.start}..{held.stop - 1}"
+        for held in (layout.experts_of(num_experts, ep) for ep in range(layout.ep if num_experts else 0))
+    ]
+    if layout.world_size <= MOST_RANK_LINES:
+        return [
+            ", ".join(
+                [
+                    f"rank {rank}: tp {c.tp}, cp {c.cp}, dp {c.dp}, pp {c.pp}, ep {c.ep}",
+                    of_stage[c.pp],
+                    *of_expert_rank[c.ep :][:1],
+                ]
+            )
+            for rank, c in enumerate(coords)
+        ]
+    lines = [
+        f"pp {pp}: {held}, ranks {_ranges([rank for rank, c in enumerate(coords) if c.pp == pp])}"
+        for pp, held in enumerate(of_stage)
+    ]
+    return lines + [
+        f"ep {ep}: {held}, ranks {_ranges([rank for rank, c in enumerate(coords) if c.ep == ep])}"
+        for ep, held in enumerate(of_expert_rank)
+    ]
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """[0, 1, 2, 6] as "0..2, 6"."""
+    first_of = [rank for rank in ranks if rank - 1 not in ranks]
+    last_of = [rank for rank in ranks if rank + 1 not in ranks]
+    return ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in zip(first_of, last_of, strict=True))
+
+
 def dry_run_text(config: Config) -> str:
     """Resolved configuration, model, layout and processes of a run, as --dry-run prints them.
 
@@ -189,14 +230,7 @@ def dry_run_text(config: Config) -> str:
     lines = ["# resolved configuration", to_toml(config), "# model"]
     lines += [f"{name} = {value}" for name, value in model.items()]
     lines += ["", "# layout", f"{layout.world_size} ranks = tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"]
-    for rank in range(layout.world_size):
-        c = layout.coords_of(rank)
-        layers = layout.layers_of_stage(int(str(model["layers"])), c.pp)
-        experts = layout.experts_of(int(str(model["experts"])), c.ep) if model["experts"] else None
-        lines.append(
-            f"rank {rank}: tp {c.tp}, cp {c.cp}, dp {c.dp}, pp {c.pp}, ep {c.ep}, layers {layers[0]}..{layers[-1]}"
-            + (f", experts {experts.start}..{experts.stop - 1}" if experts else "")
-        )
+    lines += _rank_lines(layout, int(str(model["layers"])), int(str(model["experts"])))
     if config.servers.nodes > 1:
         several = f"servers.nodes = {config.servers.nodes}: a server spans several nodes"
         remedy = "`megatron-rl launch CONFIG --dry-run` prints the job with its processes"
