@@ -1,6 +1,7 @@
 """The command line."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -89,6 +90,7 @@ def launch(
     time limit, and when it is preempted, the job saves and requeues itself; `megatron-rl status`, `logs` and `stop` work from
     the login node.
     """
+    from megatron_rl.launch.slurm import options_from_environment
     from megatron_rl.launch.submit import planned_devices, submissions, submit, warning_about
 
     with reporting_errors():
@@ -102,6 +104,8 @@ def launch(
                     typer.echo(line, err=True)
                 typer.echo(job.script, nl=False)
             else:
+                for option in options_from_environment(os.environ):
+                    typer.echo(f"from the environment, for sbatch: {option}", err=True)
                 typer.echo(f"{job.folder.path}: job {submit(job)}")
 
 

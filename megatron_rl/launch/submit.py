@@ -109,7 +109,7 @@ def submit(job: Submission) -> str:
     job.folder.attempts_file.unlink(missing_ok=True)
     job.folder.job_script.write_text(job.script)
     try:
-        number = call_slurm("sbatch", "--parsable", str(job.folder.job_script)).split(";")[0]
+        number = call_slurm("sbatch", "--parsable", "--export=ALL", str(job.folder.job_script)).split(";")[0]
     except BaseException:
         if is_new:  # the name stays free; `submissions` has checked that the folder held nothing
             shutil.rmtree(job.folder.path)

@@ -162,10 +162,15 @@ def _class_of(hf_config: Mapping[str, Any]) -> type[transformers.PreTrainedModel
 
 def _load(folder: Path, hf_config: Mapping[str, Any]) -> transformers.PreTrainedModel:
     kind = _class_of(hf_config)
-    # The class's config: a family under another name (kimi_k2) has none. Eager: the fused kernels do not support float64.
+    # The class's config and model_type: a family under another name (kimi_k2) has none, and by the type transformers knows how a
+    # checkpoint's names become its own. Eager: the fused kernels do not support float64.
     assert kind.config_class is not None
-    config = kind.config_class(**hf_config)
+    config = kind.config_class(**{key: value for key, value in hf_config.items() if key != "model_type"})
     config._experts_implementation = "eager"
     transformers.utils.logging.disable_progress_bar()  # it would mix with the check's output
-    model = kind.from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="eager")
+    loaded: Any = kind.from_pretrained(
+        folder, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    model, loading = loaded
+    assert not loading["missing_keys"], f"transformers filled {sorted(loading['missing_keys'])[:5]}, ... with random numbers"
     return model.double().eval()

@@ -35,6 +35,7 @@ from megatron_rl.wire.nodes import (
     StartOrder,
     StopOrder,
     job_attempt,
+    variable_of_the_job,
 )
 from megatron_rl.wire.stores import address_towards
 
@@ -176,7 +177,7 @@ async def serve(folder: RunFolder, role: str) -> None:
     slurm = folder.config().slurm
     address = own_address(place, slurm.interface)
     devices = devices_here((slurm.trainer if role == "trainer" else slurm.rollouts).gpus_per_node)
-    await Agent(role, int(os.environ["SLURM_PROCID"]), place, key_from_environment(), address, devices).run()
+    await Agent(role, int(variable_of_the_job("SLURM_PROCID")), place, key_from_environment(), address, devices).run()
 
 
 def main() -> int:

@@ -10,16 +10,39 @@ So an answer that is lost on its way is given again, and no order is carried out
 import os
 from dataclasses import dataclass, field
 
+from megatron_rl.errors import UserError
+
 ROLES = ("trainer", "rollouts")
 
 ADDRESS_VARIABLE = "MEGATRON_RL_ADDRESS"
 """Environment variable of every process that an agent starts: the address at which other nodes reach its node."""
 
 
+class JobEnvironmentError(UserError):
+    """A step of a job that lacks what the batch script exports."""
+
+
 def job_attempt() -> str:
     """Which attempt of which job this process belongs to, such as '4711.0': the batch script exports it, a requeue adds one."""
     # A job that was submitted by version 0.1 and is requeued has the second name in its script.
-    return os.environ.get("MEGATRON_RL_ATTEMPT") or os.environ["MEGATRON_RL_LIFE"]
+    return (
+        os.environ.get("MEGATRON_RL_ATTEMPT") or os.environ.get("MEGATRON_RL_LIFE") or variable_of_the_job("MEGATRON_RL_ATTEMPT")
+    )
+
+
+def variable_of_the_job(name: str) -> str:
+    """The value of a variable that the batch script and Slurm give every step of the job.
+
+    Raises:
+        JobEnvironmentError: It is not set.
+    """
+    try:
+        return os.environ[name]
+    except KeyError:
+        raise JobEnvironmentError(
+            f"{name} is not set: the job's script exports it, and starts this program by `srun --export=ALL`; look for what "
+            "removes it: a prologue (slurm.prologue), a container's options, or a TaskProlog of the site"
+        ) from None
 
 
 @dataclass(frozen=True)

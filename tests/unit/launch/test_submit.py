@@ -43,7 +43,7 @@ def sbatch(tmp_path, monkeypatch):
     """A stand-in that keeps its input and prints a number, as sbatch --parsable does."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    (folder / "sbatch").write_text(f'#!/bin/sh\ncat "$2" >> {tmp_path}/submitted\necho 4{os.getpid() % 10}7\n')
+    (folder / "sbatch").write_text(f'#!/bin/sh\ncat "$3" >> {tmp_path}/submitted\necho 4{os.getpid() % 10}7\n')
     (folder / "squeue").write_text("#!/bin/sh\n")
     for program in folder.iterdir():
         program.chmod(0o755)
@@ -311,3 +311,41 @@ def test_a_job_that_gets_nowhere_stops_requeueing_itself(tmp_path):
     folder.checkpoint(7).mkdir(parents=True)
     count_attempt(folder, most=2)
     assert json.loads(folder.attempts_file.read_text()) == {"step": 7, "lives": 1}
+
+
+def test_neither_the_users_preferences_nor_an_outer_jobs_variables_reach_slurms_commands(tmp_path, sbatch, monkeypatch):
+    """sbatch's own stay, but for its export; what stays is printed."""
+    outer = {
+        "SLURM_JOB_ID": "9",
+        "SLURM_NTASKS_PER_NODE": "3",
+        "SLURM_EXPORT_ENV": "NONE",
+        "SQUEUE_STATES": "PD",
+        "SCANCEL_VERBOSE": "1",
+    }
+    kept = {"SBATCH_ACCOUNT": "lab", "SLURM_CONF": "/etc/slurm/own.conf", "MY_OWN": "x"}
+    for name, value in {**outer, **kept, "SBATCH_EXPORT": "NONE"}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "bin" / "sbatch").write_text(f'#!/bin/sh\nenv > {tmp_path}/seen\necho "$*" >> {tmp_path}/seen\necho 47\n')
+    result = invoke("launch", CONFIG, "--run.folder", str(tmp_path))
+    assert result.exit_code == 0 and "from the environment, for sbatch: SBATCH_ACCOUNT=lab" in result.output
+    seen = (tmp_path / "seen").read_text()
+    assert not [name for name in (*outer, "SBATCH_EXPORT") if f"\n{name}=" in seen]
+    assert all(f"{name}={value}\n" in seen for name, value in kept.items()) and "--parsable --export=ALL " in seen
+    text = RunFolder(tmp_path / "tiny-moe-cpu").job_script.read_text()
+    assert text.count("srun") >= 1 and "step=(setsid srun --export=ALL " in text
+
+
+def test_a_job_whose_state_nobody_knows_is_not_taken_for_ended(tmp_path, sbatch):
+    assert invoke("launch", CONFIG, "--run.folder", str(tmp_path)).exit_code == 0
+    number = job_of(RunFolder(tmp_path / "tiny-moe-cpu")).number
+
+    def resume(squeue: str):
+        (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{squeue}\n")
+        return invoke("launch", CONFIG, "--run.folder", str(tmp_path), "--resume")
+
+    hidden = resume(f'case "$*" in *--jobs={number}*) echo "{number}+0 RUNNING";; esac')
+    assert hidden.exit_code == 2 and f"its job {number} is RUNNING" in hidden.output
+    down = resume('case "$*" in *--jobs*) echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1;; esac')
+    assert down.exit_code == 2 and "Unable to contact slurm controller" in down.output
+    forgotten = resume('case "$*" in *--jobs*) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1;; esac')
+    assert forgotten.exit_code == 0

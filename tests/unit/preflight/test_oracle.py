@@ -1,0 +1,19 @@
+"""The reference is the saved model: transformers fills none of its weights with random numbers."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.conversion import make_random_model
+from megatron_rl.preflight.oracle import Oracle
+from tests.unit.conversion.test_convert import MODELS
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k2"])
+def test_a_family_under_another_name_is_loaded_whole(model_type: str, tmp_path: Path) -> None:
+    make_random_model(tmp_path / "m", {**MODELS["moonlight_moe"], "model_type": model_type}, seed=4)
+    tokens = np.arange(11) % 7
+    first, second = (Oracle(tmp_path / "m").logits(tokens)[0] for _ in range(2))
+    assert torch.equal(first, second) and first.std() > 0
