@@ -83,7 +83,9 @@ def write_model_files(folder: Path, config: Mapping[str, Any], assets_from: Path
         config: The content of config.json.
         assets_from: The model folder whose files are copied; None: none.
     """
-    write_json(folder / CONFIG_FILE, config)
+    # TOML has no null, and so a model written out there lacks the key; transformers would then take DeepSeek-V3's own rank.
+    nulls = {"q_lora_rank": None} if "kv_lora_rank" in config else {}
+    write_json(folder / CONFIG_FILE, {**nulls, **config})
     if assets_from is None:
         return
     for path in (path for pattern in _ASSETS for path in assets_from.glob(pattern)):

@@ -173,4 +173,9 @@ def _load(folder: Path, hf_config: Mapping[str, Any]) -> transformers.PreTrained
     )
     model, loading = loaded
     assert not loading["missing_keys"], f"transformers filled {sorted(loading['missing_keys'])[:5]}, ... with random numbers"
+    # transformers gives the norms of latent attention 1e-6 whatever the config says; vLLM and Megatron, which have to agree, give
+    # them rms_norm_eps, which for Moonlight is 1e-5.
+    for name, module in model.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            module.variance_epsilon = config.rms_norm_eps
     return model.double().eval()
