@@ -145,8 +145,7 @@ class Trainer(Section):
     collective_timeout_s: Seconds = 600.0
     """Seconds that a rank waits for the others in a collective. After that all ranks end and report which one was missing."""
     max_restarts: NonNegative = 3
-    """How often the trainer is started again from the latest checkpoint, without a finished step in between, before the run
-    ends."""
+    """How often the trainer is started again from the latest checkpoint, within ten finished steps, before the run ends."""
 
 
 class Muon(Section):

@@ -24,8 +24,8 @@ class RunObserver:
 
     def __init__(self, config: Config, folder: RunFolder, console: Console | None = None) -> None:
         self._folder, self._console = folder, console
-        self._sinks = Sinks(config, folder, console)
         self._events = open(folder.logs / "events.log", "a")  # noqa: SIM115 - open until __exit__
+        self._sinks = Sinks(config, folder, console, on_fault=self.event)
         self._summary: Mapping[str, float] = {}
         self._examples: Sequence[dict] = ()
         self._steps_of_equal_rewards = 0
@@ -62,8 +62,9 @@ class RunObserver:
         self._sinks.say(message)
 
     def summarise(self, last_words: str) -> None:
-        """Write summary.json, print its table unless no step is done, then print what the user may do next."""
-        summary = write_summary(self._folder.metrics_file, self._folder.summary_file)
+        """Close the sinks, write summary.json, print its table unless no step is done, then print what the user may do next."""
+        self._sinks.close()
+        summary = write_summary(self._folder.metrics_file, self._folder.summary_file, self._sinks.lost)
         if summary["steps"]:
             print_summary(summary, self._console)
         (self._console or Console()).print(last_words, soft_wrap=True, highlight=False, markup=False)

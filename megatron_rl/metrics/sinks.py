@@ -3,14 +3,15 @@
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Protocol, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 from rich.console import Console
 
 from megatron_rl.config.folder import RunFolder
 from megatron_rl.config.tree import Config
 from megatron_rl.errors import UserError
+from megatron_rl.metrics.background import BackgroundSink
 from megatron_rl.metrics.console import open_display
 from megatron_rl.metrics.examples import ExamplesWriter
 from megatron_rl.metrics.rows import JsonLines, Phase, Row
@@ -36,16 +37,6 @@ def check_sinks(config: Config) -> None:
             f"metrics.wandb_project = '{config.metrics.wandb_project}' needs the package wandb: pip install wandb, or remove "
             "metrics.wandb_project"
         ) from error
-
-
-class Sink(Protocol):
-    """Where rows are written."""
-
-    def write(self, row: Row) -> None:
-        """Write one row."""
-
-    def close(self) -> None:
-        """Write what is buffered, and release files and connections."""
 
 
 class TensorBoard:
@@ -92,42 +83,70 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+def _opened_wandb(config: Config, folder: RunFolder) -> WeightsAndBiases:
+    try:
+        return WeightsAndBiases(config, folder)
+    except Exception as error:  # whatever W&B raises without a login or a network
+        raise SinkError(
+            f"metrics.wandb_project = '{config.metrics.wandb_project}': W&B cannot be opened ({type(error).__name__}: {error}); "
+            "run `wandb login`, set WANDB_MODE=offline, or remove metrics.wandb_project"
+        ) from error
+
+
 class Sinks:
     """All sinks and the display. Close it however the run ends: the live display owns the terminal.
+
+    metrics.jsonl is a file that the run itself needs, and a fault of it ends the run. All others are written in the background:
+    no fault of them reaches a step.
 
     Args:
         config: Enables the sinks.
         folder: Of the run.
         console: Of the display; by default stdout.
+        on_fault: Called with a line for each kind of fault of a sink, by the thread that writes the next step; None: it is shown.
 
     Raises:
         SinkError: A sink cannot be opened.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        console: Console | None = None,
+        on_fault: Callable[[str], None] | None = None,
+    ) -> None:
         check_sinks(config)
-        self._sinks: list[Sink] = [JsonLines(folder.metrics_file)]
+        self._metrics = JsonLines(folder.metrics_file)
+        self._on_fault = on_fault or self.say
+        self._sinks: list[BackgroundSink] = []
         if config.metrics.tensorboard:
-            self._sinks.append(TensorBoard(folder))
+            tensorboard = TensorBoard(folder)
+            self._sinks.append(BackgroundSink("TensorBoard", tensorboard.write, tensorboard.close))
         if config.metrics.wandb_project:
-            self._sinks.append(WeightsAndBiases(config, folder))
-        self._examples = ExamplesWriter(folder.examples, config.metrics.examples_per_step)
+            wandb = _opened_wandb(config, folder)
+            self._sinks.append(BackgroundSink("W&B", wandb.write, wandb.close))
+        writer = ExamplesWriter(folder.examples, config.metrics.examples_per_step)
+        self._examples = BackgroundSink(f"{folder.examples.name}/", writer.write)
         self._display = open_display(config.run.name, config.run.steps, console)
         self._last = time.monotonic()
+        self._is_closed = False
 
     def write(self, step: int, values: Mapping[str, float], phase: Phase = "train") -> None:
         """Write all that was measured of one step."""
         now = time.monotonic()
         row = Row(step, values, phase, seconds=now - self._last)
         self._last = now
+        self._metrics.write(row)
         for sink in self._sinks:
-            sink.write(row)
+            sink.put(row)
+        self._report_faults()
         if phase == "train":
             self._display.step(row)
 
     def examples(self, step: int, examples: Sequence[Mapping]) -> None:
         """Write metrics.examples_per_step of these rollouts (prompt, completion, reward) as readable text."""
-        self._examples.write(step, examples)
+        self._examples.put(step, examples)
 
     def progress(self, phase: str, done: int, total: int, values: Mapping[str, float]) -> None:
         """Show the progress of a phase without training steps; nothing is recorded."""
@@ -137,11 +156,26 @@ class Sinks:
         """Print a line without disturbing the live display."""
         self._display.say(text)
 
+    @property
+    def lost(self) -> dict[str, int]:
+        """Sink to number of writes that were lost, of those that lost some. Complete after `close`."""
+        return {sink.name: sink.lost for sink in (*self._sinks, self._examples) if sink.lost}
+
     def close(self) -> None:
-        """Close the display, then the sinks."""
+        """Close the display, then the sinks; each has some seconds for what waits. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._display.close()
-        for sink in self._sinks:
+        self._metrics.close()
+        for sink in (*self._sinks, self._examples):
             sink.close()
+        self._report_faults()
+
+    def _report_faults(self) -> None:
+        for sink in (*self._sinks, self._examples):
+            for fault in sink.take_faults():
+                self._on_fault(fault)
 
     def __enter__(self) -> Self:
         return self

@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -58,10 +59,17 @@ def summarise_run(rows: Sequence[Row], supervised: Sequence[Row] = ()) -> dict[s
     return summary
 
 
-def write_summary(metrics_file: Path, summary_file: Path) -> dict[str, float]:
-    """Write summary.json from metrics.jsonl, with null for a value that is not finite, and return the summary."""
+def write_summary(metrics_file: Path, summary_file: Path, lost: Mapping[str, int] | None = None) -> dict[str, float]:
+    """Write summary.json from metrics.jsonl, with null for a value that is not finite, and return the summary.
+
+    Args:
+        metrics_file: metrics.jsonl of the run.
+        summary_file: Is written.
+        lost: Sink to number of its writes that were lost; `lost_writes` in the file.
+    """
     summary = summarise_run(read_rows(metrics_file), read_rows(metrics_file, "supervised"))
-    readable = {key: value if math.isfinite(value) else None for key, value in summary.items()}
+    readable: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in summary.items()}
+    readable |= {"lost_writes": dict(lost)} if lost else {}
     summary_file.write_text(json.dumps(readable, indent=2) + "\n")
     return summary
 

@@ -6,6 +6,9 @@ from collections.abc import Awaitable, Callable
 from megatron_rl.processes import Process
 from megatron_rl.wire.control import Rendezvous
 
+WINDOW_STEPS = 10
+"""Finished steps within which restarts are counted."""
+
 LEAVE_S = 15.0
 """How long the remaining ranks have to write into their logs why they end."""
 
@@ -14,14 +17,16 @@ class TrainerRanks:
     """One set of ranks at a time; a restart replaces all of them.
 
     Args:
-        max_restarts: Without a step finished in between.
+        max_restarts: Within WINDOW_STEPS finished steps. Not only without one: a fault that comes back at every step would have
+            them restarted without end.
     """
 
     def __init__(self, max_restarts: int) -> None:
         self.rendezvous = Rendezvous()
         """Where the present ranks meet."""
         self._max_restarts = max_restarts
-        self._restarts = 0
+        self._num_finished = 0
+        self._restarted_after: list[int] = []  # steps that were finished before each restart
         self._have_begun = False
 
     def record_order_request(self) -> None:
@@ -30,14 +35,15 @@ class TrainerRanks:
 
     def finish_step(self) -> None:
         """They have finished a step that had not been done before."""
-        self._restarts = 0
+        self._num_finished += 1
 
     def why_no_restart(self) -> str:
         """Why they may not be restarted; '' when they may."""
         if not self._have_begun:
             return "it ended before its first step"
-        if self._restarts >= self._max_restarts:
-            return f"restarted {self._restarts} times without finishing a step (trainer.max_restarts)"
+        recent = sum(1 for finished in self._restarted_after if finished > self._num_finished - WINDOW_STEPS)
+        if recent >= self._max_restarts:
+            return f"restarted {recent} times within {WINDOW_STEPS} finished steps (trainer.max_restarts)"
         return ""
 
     async def restart(self, processes: list[Process], start: Callable[[], Awaitable[list[Process]]]) -> None:
@@ -47,7 +53,7 @@ class TrainerRanks:
             processes: Of the run; changed in place.
             start: Ends what is left of the ranks, then starts all of them from the latest checkpoint.
         """
-        self._restarts += 1
+        self._restarted_after.append(self._num_finished)
         broken = [process for process in processes if is_rank(process)]
         deadline = asyncio.get_running_loop().time() + LEAVE_S
         while any(rank.poll() is None for rank in broken) and asyncio.get_running_loop().time() < deadline:

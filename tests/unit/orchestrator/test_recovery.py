@@ -10,6 +10,7 @@ import json
 import pytest
 
 from megatron_rl.orchestrator import RunFailedError, RunState, restore
+from megatron_rl.orchestrator.ranks import WINDOW_STEPS, TrainerRanks
 from megatron_rl.wire.control import Rendezvous, RendezvousRequest, WorkOrder, WorkRequest
 from tests.unit.orchestrator.fake_run import FakeChild, FakeRun, config, sampled
 
@@ -46,8 +47,27 @@ def test_a_trainer_that_dies_at_the_same_step_again_and_again_ends_the_run(tmp_p
     fake = FakeRun(tmp_path, config(tmp_path))
     fake.restarted_with = {"killed_at": 3}
     failure = failure_of(fake, killed_at=3)
-    assert "restarted 3 times without finishing a step (trainer.max_restarts)" in failure
+    assert "restarted 3 times within 10 finished steps (trainer.max_restarts)" in failure
     assert [plan.step for plan in fake.consumed] == [0, 1, 2, 3] + [2, 3] * 3
+
+
+def test_a_fault_that_comes_back_at_every_step_does_not_restart_the_trainer_without_end():
+    async def restarted(ranks: TrainerRanks) -> None:
+        await ranks.restart([], no_ranks)
+
+    async def no_ranks() -> list:
+        return []
+
+    ranks = TrainerRanks(max_restarts=3)
+    ranks.record_order_request()
+    for _ in range(3):
+        assert not ranks.why_no_restart()
+        asyncio.run(restarted(ranks))
+        ranks.finish_step()
+    assert ranks.why_no_restart() == "restarted 3 times within 10 finished steps (trainer.max_restarts)"
+    for _ in range(WINDOW_STEPS - 3):
+        ranks.finish_step()
+    assert not ranks.why_no_restart()  # the first restart is out of the window
 
 
 def test_a_step_that_cannot_be_done_again_is_named(tmp_path):
