@@ -29,10 +29,10 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     Raises:
         CheckpointError: There is no such file; the message says what is there instead, and what to do.
     """
-    if (folder / INDEX_FILE).is_file():
+    if (folder / INDEX_FILE).exists():
         index = _read_index(folder / INDEX_FILE)
         return [folder / name for name in sorted(set(index.values()))], index
-    if (folder / SINGLE_FILE).is_file():
+    if (folder / SINGLE_FILE).exists():
         return [folder / SINGLE_FILE], {}
     return _shards(folder) or _refuse(folder), {}
 
