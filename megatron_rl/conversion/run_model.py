@@ -72,7 +72,7 @@ def describe_model(hf_config: dict[str, Any], config: Config) -> dict[str, objec
     check_shards(config.precision, (p for p in held_by_all if p.parameter.name in quantised))
     if config.model.max_sequence_length > model.max_positions:
         reaches_further = model.max_positions > model.max_position_embeddings
-        extended = f", and its YaRN reaches {model.max_positions}" if reaches_further else ""
+        extended = f", and its scaled positions reach {model.max_positions}" if reaches_further else ""
         raise ConfigError(
             f"model.max_sequence_length = {config.model.max_sequence_length} is above the model's max_position_embeddings = "
             f"{model.max_position_embeddings}{extended}; lower it, or give config.json a rope_scaling of type yarn "

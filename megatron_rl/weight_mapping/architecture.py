@@ -139,10 +139,13 @@ class ModelArchitecture:
     def max_positions(self) -> int:
         """The longest sequence that the position embedding reaches.
 
-        YaRN's factor times its original length may be more than the config says, where a model card's block was added to it.
+        The factor times the original length may be more than the config says, where a model card's block was added to it: YaRN
+        names that length, and for linear scaling it is the config's own, as vLLM reads it. llama3's is in the config already.
         """
-        reached = self.rope.factor * self.rope.yarn.original_max_position_embeddings if self.rope.yarn else 0
-        return max(self.max_position_embeddings, int(reached))
+        original = {"linear": self.max_position_embeddings}.get(self.rope.kind, 0)
+        if self.rope.yarn:
+            original = self.rope.yarn.original_max_position_embeddings
+        return max(self.max_position_embeddings, int(self.rope.factor * original))
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -73,8 +73,14 @@ def test_yarn_reaches_further_than_the_config_says(tmp_path: Path) -> None:
         of = config(tmp_path / name)
         return of.model_copy(update={"model": of.model.model_copy(update={"max_sequence_length": length})})
 
+    make_random_model(tmp_path / "linear", {**MODEL, "rope_scaling": {"type": "linear", "factor": 2.0}}, seed=0)
+    prepare(at(128, "linear"), None)
+    with pytest.raises(ConfigError, match="max_sequence_length = 129 .*scaled positions reach 128"):
+        prepare(at(129, "linear"), None)
     prepare(at(128, "yarn"), None)
-    with pytest.raises(ConfigError, match="max_sequence_length = 129 .*max_position_embeddings = 64, and its YaRN reaches 128"):
+    with pytest.raises(
+        ConfigError, match="max_sequence_length = 129 .*max_position_embeddings = 64, and its scaled positions reach 128"
+    ):
         prepare(at(129, "yarn"), None)
     with pytest.raises(
         ConfigError, match="max_sequence_length = 65 .*max_position_embeddings = 64; lower it, or give config.json"
