@@ -152,10 +152,14 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise TaskError(f"{folder}: a chat template cannot be read ({error}); download it again") from error
     source = settings.get("chat_template")
-    if isinstance(source, list):
-        return {entry["name"]: entry["template"] for entry in source}
-    if isinstance(source, dict):
-        return dict(source)
     if not source:
         raise TaskError(f"{folder} has no chat template, but task.chat_template = true; set it to false or use another model")
-    return {"default": source}
+    templates = source if isinstance(source, dict) else {"default": source}
+    if isinstance(source, list) and all(isinstance(entry, dict) for entry in source):
+        templates = {entry.get("name"): entry.get("template") for entry in source}
+    if not all(isinstance(name, str) and isinstance(text, str) for name, text in templates.items()):
+        raise TaskError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is {str(source)[:80]!r}; it must be a template, or a list of "
+            "{name, template}; download it again, or set task.chat_template = false"
+        )
+    return templates

@@ -181,6 +181,12 @@ def test_a_template_that_fails_is_a_fault_of_the_task_that_says_what_to_set(temp
         text.prompt("x")
 
 
+@pytest.mark.parametrize("wrong", [[{"nome": "default", "template": "x"}], [{"name": "default"}], ["x"], {"default": 1}, 5])
+def test_what_is_no_template_in_the_settings_is_named(wrong, tmp_path):
+    with pytest.raises(TaskError, match=r"tokenizer_config.json: chat_template is .* must be a template, or a list"):
+        ChatTemplate(make_folder(tmp_path, wrong))
+
+
 def test_arguments_that_the_program_gives_are_refused(tmp_path):
     with pytest.raises(TaskError, match="template_arguments has bos_token, messages, which the program"):
         ChatTemplate(make_folder(tmp_path, "x"), arguments={"messages": [], "bos_token": "<s>", "enable_thinking": True})
