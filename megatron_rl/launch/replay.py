@@ -14,6 +14,10 @@ from megatron_rl.trainer.recorded_run import num_steps_from
 from megatron_rl.wire.control import decode
 
 GRACE_S = 5.0
+LEAVE_S = 10.0
+"""How long the other ranks of one that failed have to write into their logs why they end."""
+_LEFT_ALONE = "Connection closed by peer"
+"""Gloo's words in the log of a rank whose peer has ended."""
 
 
 def replay_run(run: RunFolder, overrides: Sequence[str], first: int, steps: int | None, show: Callable[[str], None]) -> bool:
@@ -70,13 +74,27 @@ def _comparisons(config: Config, run: RunFolder, scratch: RunFolder, first: int,
             report = _complete_lines(scratch.path / "report.jsonl")
             yield from (decode(line, StepComparison) for line in report[lines:])
             lines = len(report)
-            if failed := [child for child in children if child.poll()]:
-                raise ProcessError(failed[0].failure())
+            if any(child.poll() for child in children):
+                raise ProcessError(first_cause(children))
             if not running:
                 return
             time.sleep(0.1)
     finally:
         stop_all(children, GRACE_S)
+
+
+def first_cause(ranks: Sequence[Child], wait_s: float = LEAVE_S) -> str:
+    """Why ranks have failed: of one that ended by itself, and not because another had left it alone.
+
+    Args:
+        ranks: Of which one has failed. The others find out, and get some time to end.
+        wait_s: That time.
+    """
+    deadline = time.monotonic() + wait_s
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    failures = [rank.failure() for rank in ranks if rank.poll()]
+    return next((failure for failure in failures if _LEFT_ALONE not in failure), failures[0])
 
 
 def _complete_lines(file: Path) -> list[bytes]:

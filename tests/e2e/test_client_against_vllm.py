@@ -170,8 +170,9 @@ def check_against_reference(reference, rollout: Rollout) -> float:
 
 PROMPTS = ["1 + 2 =", "x", "The quick brown fox jumps over the lazy dog; " * 3, "9 - 12 =", "a?b!c", "11 + 8 ="]
 
-# fp32: two implementations of the same sums over hidden sizes up to 96 and five layers differ by a few 1e-6
-TOLERANCE = 1e-5
+# fp32: two implementations of the same sums over hidden sizes up to 96 and five layers differ by a few 1e-6 in the last hidden
+# state, and the output layer is twelve times what it was. The worst that was seen is 1.1e-5; a wrong route or set gives 1e-3.
+TOLERANCE = 3e-5
 
 
 @pytest.mark.parametrize(
