@@ -12,7 +12,11 @@ FILE = "chat_template.jinja"
 NAMED_FILES = "additional_chat_templates"
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that templates get by name (transformers, `special_tokens_map`)."""
-_OWN_ARGUMENTS = ("messages", "add_generation_prompt", *_TOKEN_NAMES)
+_OWN_ARGUMENTS = (
+    "messages", "conversations", "add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "tokenize",
+    "return_dict", "return_tensors", "padding", "truncation", "max_length", *_TOKEN_NAMES,
+)  # fmt: skip
+"""What the program gives, or what says how transformers returns a prompt and no template reads."""
 
 
 class ChatTemplate:
@@ -36,7 +40,7 @@ class ChatTemplate:
         self._folder, self._system_prompt, self._arguments = folder, system_prompt, dict(arguments or {})
         if taken := sorted(set(self._arguments) & set(_OWN_ARGUMENTS)):
             raise TaskError(
-                f"task.template_arguments has {', '.join(taken)}, which the program and the tokenizer give; remove it"
+                f"task.template_arguments has {', '.join(taken)}, which the program and the tokenizer decide; remove it"
             )
         settings = read_settings(folder / "tokenizer_config.json")
         self._name = self._arguments.pop("chat_template", None)

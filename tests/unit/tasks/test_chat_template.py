@@ -188,8 +188,10 @@ def test_what_is_no_template_in_the_settings_is_named(wrong, tmp_path):
 
 
 def test_arguments_that_the_program_gives_are_refused(tmp_path):
-    with pytest.raises(TaskError, match="template_arguments has bos_token, messages, which the program"):
-        ChatTemplate(make_folder(tmp_path, "x"), arguments={"messages": [], "bos_token": "<s>", "enable_thinking": True})
+    with pytest.raises(TaskError, match="template_arguments has bos_token, messages, tokenize, which the program"):
+        ChatTemplate(
+            make_folder(tmp_path, "x"), arguments={"messages": [], "bos_token": "<s>", "tokenize": True, "enable_thinking": True}
+        )
 
 
 def test_the_renderer_comes_without_torch():
